@@ -1,0 +1,100 @@
+"""VCConfig: the user's choices, validated once. Recipe: what one call computes, all choices resolved."""
+
+from dataclasses import dataclass
+
+PRECISIONS = ("8-bit", "4-bit")
+EXPCAST_CHOICES = ("auto", "on", "off")
+VALUE_FORMATS = ("auto", "fp8", "int8")
+MAX_CLUSTERS = 256  # one-byte labels
+
+# Cards whose exponential is slower than their tensor cores (paper 3.1): there ExpCast wins.
+EXPCAST_CARDS = ((9, 0), (10, 0), (10, 3))
+
+
+@dataclass(frozen=True)
+class VCConfig:
+    """How to quantize one attention call. Raises ValueError for a combination that has no recipe.
+
+    precision: "8-bit" or "4-bit" (NVFP4).
+    expcast: write probabilities by Eq. 7 ("on"), by exp2 and a cast ("off"), or as suits the card ("auto").
+    value_format: "fp8" (E4M3), "int8", or as suits the card ("auto"). See DESIGN table in kernels/README.md.
+    clusters: value groups per head for group_tokens, 1 to 256.
+    demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6).
+    rotate_qk: Hadamard rotation of q and k; None means on at 8 bits and off at 4 bits.
+    smooth_k: subtract the key channel mean, which the softmax does not see.
+    """
+
+    precision: str = "8-bit"
+    expcast: str = "auto"
+    value_format: str = "auto"
+    clusters: int = 128
+    demean: bool = True
+    rotate_qk: bool | None = None
+    smooth_k: bool = True
+
+    def __post_init__(self):
+        for field, known in (
+            ("precision", PRECISIONS),
+            ("expcast", EXPCAST_CHOICES),
+            ("value_format", VALUE_FORMATS),
+        ):
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} must be one of {', '.join(known)}, got {getattr(self, field)!r}")
+        if not 1 <= self.clusters <= MAX_CLUSTERS:
+            raise ValueError(f"clusters must be 1 to {MAX_CLUSTERS}, got {self.clusters}")
+        if self.precision == "4-bit" and (self.expcast == "on" or self.value_format != "auto"):
+            raise ValueError(
+                "4-bit has one recipe (NVFP4, no ExpCast): set expcast to auto or off and value_format to auto, "
+                f"got expcast {self.expcast!r}, value_format {self.value_format!r}"
+            )
+        if self.expcast == "on" and self.value_format == "int8":
+            raise ValueError("ExpCast writes E4M3 probabilities: set value_format to auto or fp8, got 'int8'")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row of the numerics (kernels/README.md), with every switch resolved.
+
+    numerics: "int8_int8", "int8_fp8", "fp8_fp8" (QK format, then PV format) or "nvfp4".
+    """
+
+    numerics: str
+    expcast: bool = False
+    demean: bool = True
+    rotate_qk: bool = True
+    smooth_k: bool = True
+
+    @property
+    def value_format(self) -> str:
+        return self.numerics.rpartition("_")[2]
+
+
+def resolve_recipe(
+    config: VCConfig, numerics: tuple[str, ...], capability: tuple[int, int] | None, exact: bool
+):
+    """The recipe that config asks for among the numerics one kernel offers, or None.
+
+    capability: compute capability of the card, None without one. exact: the kernel was chosen by name, so
+    a choice left on "auto" follows the kernel; otherwise "auto" follows the card.
+    """
+    fast_card = capability in EXPCAST_CARDS
+    if config.precision == "4-bit":
+        wanted = ("nvfp4",)
+    elif config.value_format != "auto":
+        wanted = (config.value_format,)
+    elif config.expcast == "on":
+        wanted = ("fp8",)
+    elif config.expcast == "auto" and fast_card:
+        wanted = ("fp8", "int8") if exact else ("fp8",)
+    else:
+        wanted = ("int8", "fp8") if exact and config.expcast == "auto" else ("int8",)
+    for value_format in wanted:
+        for name in numerics:
+            if name.rpartition("_")[2] != value_format:
+                continue
+            rotate = config.rotate_qk if config.rotate_qk is not None else name != "nvfp4"
+            expcast = value_format == "fp8" and (
+                config.expcast == "on" or (config.expcast == "auto" and fast_card)
+            )
+            return Recipe(name, expcast, config.demean, rotate, config.smooth_k)
+    return None

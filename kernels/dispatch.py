@@ -1,0 +1,270 @@
+"""vc_attention(): choose a kernel, prepare its operands, attend."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .config import EXPCAST_CHOICES, PRECISIONS, VALUE_FORMATS, VCConfig
+from .operands import AttentionProblem, TokenGrouping
+from .registry import KernelSpec, choose_kernel, load_grouping
+
+
+def vc_attention(
+    q,
+    k,
+    v,
+    config: VCConfig = VCConfig(),
+    *,
+    grouping: TokenGrouping | None = None,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    rope: tuple | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+):
+    """Low-bit attention of q over k and v (VC-Attention).
+
+    q: [B, H, Lq, D]; k, v: [B, H, Lk, D]; bf16, fp16 or fp32 on one device, last dimension contiguous.
+    grouping: from group_tokens; None means token order. key_mask: bool [B, Lk], True = attend; a masked key
+    does not exist, its value may be anything. scale: softmax scale, D ** -0.5 by default. rope: (cos, sin,
+    "interleaved" | "half") with tables [L, D/2] or [B, L, D/2], applied to q and k first.
+
+    Returns [B, H, Lq, D] in q's dtype (memory [B, Lq, H, D]); with return_lse also the natural-log row
+    log-sum-exp of the true scores, fp32 [B, H, Lq].
+
+    Raises ValueError for inputs outside this contract, and if the kernel asked for cannot run the call. It
+    never runs another kernel instead: a caller that wants a fallback asks choose_kernel() first.
+    """
+    cos, sin, layout = rope if rope is not None else (None, None, "")
+    out, lse = _attention_op(
+        q,
+        k,
+        v,
+        None if grouping is None else grouping.order,
+        key_mask,
+        cos,
+        sin,
+        layout,
+        list(_config_codes(config)),
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        kernel,
+        return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+@dataclass
+class PreparedCall:
+    """A call between its two halves: quantized operands, no floating-point q, k or v."""
+
+    kernel: KernelSpec
+    operands: object
+
+
+def prepare_call(
+    q,
+    k,
+    v,
+    config=VCConfig(),
+    *,
+    grouping=None,
+    key_mask=None,
+    scale=None,
+    rope=None,
+    kernel="auto",
+    return_lse=False,
+) -> PreparedCall:
+    """First half of vc_attention, for callers that free q, k and v before the output is allocated."""
+    order = None if grouping is None else grouping.order
+    validate(q, k, v, order, key_mask, rope)
+    choice = choose_kernel(AttentionProblem.of(q, k, v, config, rope), kernel)
+    if choice.kernel is None:
+        raise ValueError(f"no kernel can run this call: {choice.reason}")
+    order, key_count = key_list(order, key_mask, q.shape[1])
+    operands = choice.kernel.load().prepare(
+        q,
+        k,
+        v,
+        choice.recipe,
+        order=order,
+        key_count=key_count,
+        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        rope=rope,
+        want_lse=return_lse,
+    )
+    return PreparedCall(choice.kernel, operands)
+
+
+def attend_call(prepared: PreparedCall):
+    """Second half: (out, lse or None)."""
+    return prepared.kernel.load().attend(prepared.operands)
+
+
+def group_tokens(v, clusters, previous: TokenGrouping | None = None, key_mask=None) -> TokenGrouping:
+    """Order that lists each head's keys by similar value: online k-means (paper 3.2).
+
+    v: [B, H, Lk, D]. clusters: 1 to 256. previous: an earlier grouping of the same heads, whose centroids
+    warm-start this one. key_mask: bool [B, Lk], True = the key exists; masked keys come last. Attention does
+    not change when K and V are permuted alike, so any order is correct; a better one leaves smaller residuals.
+    Raises ValueError for inputs outside this contract.
+    """
+    if v.dim() != 4 or not v.is_floating_point():
+        raise ValueError(f"v must be a float [B, H, Lk, D], got {v.dtype} {tuple(v.shape)}")
+    VCConfig(clusters=clusters)
+    centroids = None if previous is None else previous.centroids
+    expected = (*v.shape[:2], clusters, v.shape[3])
+    if centroids is not None and tuple(centroids.shape) != expected:
+        raise ValueError(f"previous centroids must be {expected}, got {tuple(centroids.shape)}")
+    return TokenGrouping(*_group_op(v, clusters, centroids, key_mask))
+
+
+def merge_attention(out_a, lse_a, out_b, lse_b):
+    """Attention over the union of two disjoint key sets, from each set's output and log-sum-exp.
+
+    out: [B, H, Lq, D]; lse: fp32 [B, H, Lq], natural log, -inf where a set has no key. Returns (out, lse)
+    in out_a's dtype.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    # a row without keys in either set stays 0, -inf
+    share_a, share_b = (
+        torch.where(lse > -torch.inf, torch.exp(x - lse), 0.0)[..., None] for x in (lse_a, lse_b)
+    )
+    return (out_a.float() * share_a + out_b.float() * share_b).to(out_a.dtype), lse
+
+
+def key_list(order, key_mask, heads):
+    """(order, key_count) with the existing keys first, in their order; (order, None) without a mask.
+
+    order: int32 [B, H, Lk] or None; key_mask: bool [B, Lk] or None. No host synchronisation.
+    """
+    if key_mask is None:
+        return order, None
+    if order is None:
+        order = torch.arange(key_mask.shape[1], dtype=torch.int32, device=key_mask.device)
+        order = order.expand(key_mask.shape[0], heads, -1)
+    missing = ~key_mask[:, None].expand_as(order).gather(2, order.long())
+    listed = order.gather(2, missing.to(torch.uint8).argsort(dim=2, stable=True))
+    return listed, key_mask.sum(1, dtype=torch.int32)
+
+
+def validate(q, k, v, order, key_mask, rope):
+    """Raise ValueError for what no kernel can mean; what a kernel cannot do is choose_kernel's answer."""
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q and k must be [B, H, L, D], got {tuple(q.shape)} and {tuple(k.shape)}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in B, H and D, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q and k must not be empty, got {tuple(q.shape)} and {tuple(k.shape)}")
+    tensors = [t for t in (q, k, v, order, key_mask) if t is not None]
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(
+            f"all tensors must be on one device, got {', '.join(str(t.device) for t in tensors)}"
+        )
+    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (q, k, v)):
+        raise ValueError(
+            f"the last dimension must be contiguous, got strides {[t.stride() for t in (q, k, v)]}"
+        )
+    if order is not None and (order.shape != k.shape[:3] or order.dtype != torch.int32):
+        raise ValueError(f"order must be int32 {tuple(k.shape[:3])}, got {order.dtype} {tuple(order.shape)}")
+    if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[2]) or key_mask.dtype != torch.bool):
+        expected = (k.shape[0], k.shape[2])
+        raise ValueError(f"key_mask must be bool {expected}, got {key_mask.dtype} {tuple(key_mask.shape)}")
+    if rope is not None:
+        _validate_rope(q, k, *rope)
+
+
+def _validate_rope(q, k, cos, sin, layout):
+    if layout not in ("interleaved", "half"):
+        raise ValueError(f"rope layout must be interleaved or half, got {layout!r}")
+    length = max(q.shape[2], k.shape[2])
+    for table in (cos, sin):
+        fits = table.dim() in (2, 3) and table.shape[-1] == q.shape[3] // 2 and table.shape[-2] >= length
+        if not fits or (table.dim() == 3 and table.shape[0] != q.shape[0]):
+            raise ValueError(
+                f"rope tables must be [L, D/2] or [B, L, D/2] with L >= {length}, D/2 = {q.shape[3] // 2}, "
+                f"got {tuple(table.shape)}"
+            )
+
+
+def _config_codes(config):
+    """VCConfig as integers, because a custom op takes no dataclass."""
+    rotate = -1 if config.rotate_qk is None else int(config.rotate_qk)
+    choices = (
+        PRECISIONS.index(config.precision),
+        EXPCAST_CHOICES.index(config.expcast),
+        VALUE_FORMATS.index(config.value_format),
+    )
+    return (*choices, config.clusters, int(config.demean), rotate, int(config.smooth_k))
+
+
+def _config_from_codes(codes):
+    precision, expcast, value_format, clusters, demean, rotate, smooth_k = codes
+    return VCConfig(
+        PRECISIONS[precision],
+        EXPCAST_CHOICES[expcast],
+        VALUE_FORMATS[value_format],
+        clusters,
+        bool(demean),
+        None if rotate < 0 else bool(rotate),
+        bool(smooth_k),
+    )
+
+
+@torch.library.custom_op("comfyui_vc_attention::attention", mutates_args=())
+def _attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    order: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rope_layout: str,
+    config: list[int],
+    scale: float,
+    kernel: str,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    prepared = prepare_call(
+        q,
+        k,
+        v,
+        _config_from_codes(config),
+        grouping=None if order is None else TokenGrouping(order, None),
+        key_mask=key_mask,
+        scale=scale,
+        rope=None if cos is None else (cos, sin, rope_layout),
+        kernel=kernel,
+        return_lse=return_lse,
+    )
+    out, lse = attend_call(prepared)
+    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+@_attention_op.register_fake
+def _(q, k, v, order, key_mask, cos, sin, rope_layout, config, scale, kernel, return_lse):
+    b, h, lq, d = q.shape
+    out = q.new_empty(b, lq, h, d).transpose(1, 2)
+    return out, q.new_empty((b, h, lq) if return_lse else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("comfyui_vc_attention::group_tokens", mutates_args=())
+def _group_op(
+    v: torch.Tensor, clusters: int, centroids: torch.Tensor | None, key_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    previous = None if centroids is None else TokenGrouping(None, centroids)
+    grouping = load_grouping(v.device)(v, clusters, previous, key_mask)
+    return grouping.order, grouping.centroids
+
+
+@_group_op.register_fake
+def _(v, clusters, centroids, key_mask):
+    b, h, keys, d = v.shape
+    return v.new_empty(b, h, keys, dtype=torch.int32), v.new_empty(b, h, clusters, d, dtype=torch.float32)
+
+
+def plain(config: VCConfig) -> VCConfig:
+    """The config of a step after the grouping window: same formats, no means."""
+    return replace(config, demean=False)

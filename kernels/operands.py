@@ -1,0 +1,71 @@
+"""What one stage hands to the next, and what a kernel is chosen by."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .config import Recipe, VCConfig
+
+
+@dataclass(frozen=True)
+class TokenGrouping:
+    """A token order per head, and the centroids that made it (they warm-start the next one)."""
+
+    order: torch.Tensor  # int32 [B, H, Lk], a permutation per head; masked keys last
+    centroids: torch.Tensor  # fp32 [B, H, C, D]
+
+
+@dataclass(frozen=True)
+class VCOperands:
+    """One attention call, quantized; the layout of the reference. Keys and values are in tile order.
+
+    Every ``*_scale`` multiplies: value = code * scale. Holds no floating-point q, k or v.
+    Formats by recipe: int8 codes are int8, fp8 codes float8_e4m3fn, nvfp4 codes packed uint8 (N5).
+    """
+
+    recipe: Recipe
+    q: torch.Tensor  # [B, H, Lq, D] (nvfp4: [B, H, Lq, D/2])
+    k: torch.Tensor  # [B, H, Lk, D] (nvfp4: [B, H, Lk, D/2])
+    v: torch.Tensor  # [B, H, Lk, D] residuals (nvfp4: [B, H, T, D, 64])
+    q_scale: torch.Tensor  # fp32 [B, H, Lq] (nvfp4: e4m3 [B, H, Lq, D/16])
+    k_scale: torch.Tensor  # fp32 [B, H, T, 4], one per 32 keys (nvfp4: e4m3 [B, H, Lk, D/16])
+    v_scale: torch.Tensor  # fp32 [B, H, D] (fp8), [B, H, T, D] (int8), e4m3 [B, H, T, D, 8] (nvfp4)
+    v_mean: torch.Tensor | None  # 16-bit [B, H, T, D]; divided by v_scale for fp8; None: not demeaned
+    score_scale: float  # softmax scale * log2(e)
+    key_count: torch.Tensor | None  # int32 [B]; None: all Lk keys exist
+    lse_shift: torch.Tensor | None  # fp32 [B, H, Lq]: softmax scale * (q . mean of k); None: no lse wanted
+    out_dtype: torch.dtype
+    global_scale: tuple[torch.Tensor, ...] = ()  # nvfp4: fp32 [B, H] of q, k, v
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Everything a kernel is chosen by; holds no tensors."""
+
+    q_shape: tuple[int, ...]  # B, H, Lq, D
+    k_shape: tuple[int, ...]  # B, H, Lk, D
+    dtypes: tuple[torch.dtype, ...]  # of q, k, v
+    last_strides: tuple[int, ...]  # stride of the last dimension of q, k, v
+    device_type: str
+    capability: tuple[int, int] | None = None  # (9, 0) on an H100; None without CUDA
+    config: VCConfig = field(default_factory=VCConfig)
+    has_rope: bool = False
+
+    @classmethod
+    def of(cls, q, k, v, config=None, rope=None):
+        """The problem that tensors q [B, H, Lq, D] and k, v [B, H, Lk, D] pose."""
+        cuda = q.device.type == "cuda" and torch.version.hip is None
+        return cls(
+            q_shape=tuple(q.shape),
+            k_shape=tuple(k.shape),
+            dtypes=(q.dtype, k.dtype, v.dtype),
+            last_strides=(q.stride(-1), k.stride(-1), v.stride(-1)),
+            device_type=q.device.type if torch.version.hip is None else "rocm",
+            capability=torch.cuda.get_device_capability(q.device) if cuda else None,
+            config=config or VCConfig(),
+            has_rope=rope is not None,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.q_shape[-1]

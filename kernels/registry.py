@@ -1,0 +1,192 @@
+"""The one table of kernels, best first, and the one way to choose from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import formats
+from .config import Recipe, resolve_recipe
+from .operands import AttentionProblem
+
+
+class Stages(NamedTuple):
+    """The functions of one kernel; signatures in prepare/reference.py and attend/reference.py."""
+
+    prepare: Callable
+    attend: Callable
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One way to run VC-Attention: what it computes, how it is loaded, when it applies."""
+
+    name: str  # the node's menu entry, the test id, the log word
+    numerics: tuple[str, ...]  # recipes it can compute, preferred first
+    load: Callable[[], Stages]  # imports its backend
+    why_not: Callable[[AttentionProblem], str | None]  # None: this kernel can run the problem
+    automatic: Callable[[AttentionProblem], bool] = lambda problem: True  # may "auto" take it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that runs a problem and the recipe it will compute; or None and the reason, a sentence."""
+
+    kernel: KernelSpec | None
+    reason: str
+    recipe: Recipe | None = None
+
+
+def _load_triton_int8_fp8():
+    from .attend.triton_int8_fp8 import attend
+    from .prepare.triton_int8_fp8 import prepare
+
+    return Stages(prepare, attend)
+
+
+def _load_triton_int8_int8():
+    from .attend.triton_int8_int8 import attend
+    from .prepare.triton_int8_int8 import prepare
+
+    return Stages(prepare, attend)
+
+
+def _load_triton_fp8_fp8():
+    from .attend.triton_fp8_fp8 import attend
+    from .prepare.triton_fp8_fp8 import prepare
+
+    return Stages(prepare, attend)
+
+
+def _load_reference():
+    from .attend.reference import attend
+    from .prepare.reference import prepare
+
+    return Stages(prepare, attend)
+
+
+def _triton_missing() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"needs Triton ({error})"
+    return None
+
+
+def _triton_refuses(problem: AttentionProblem, lowest: tuple[int, int]) -> str | None:
+    if problem.device_type != "cuda":
+        return f"runs on NVIDIA GPUs, got {problem.device_type}"
+    if problem.capability < lowest:
+        return (
+            f"needs sm_{lowest[0]}{lowest[1]} or newer, got sm_{problem.capability[0]}{problem.capability[1]}"
+        )
+    if problem.head_dim not in formats.HEAD_DIMS:
+        return f"needs head_dim 64 or 128, got {problem.head_dim}"
+    return _triton_missing()
+
+
+def _triton_int8_fp8_refuses(problem):
+    if problem.capability == (10, 3):
+        return "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
+    return _triton_refuses(problem, (8, 9))
+
+
+def _triton_fp8_fp8_refuses(problem):
+    return _triton_refuses(problem, (8, 9))
+
+
+def _triton_int8_int8_refuses(problem):
+    if problem.capability == (10, 3):
+        return "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
+    return _triton_refuses(problem, (8, 0))
+
+
+def _not_on_blackwell_datacenter(problem):
+    # Triton's int8 dot runs on the legacy path there, several times slower than fp8
+    return problem.capability not in ((10, 0), (10, 3))
+
+
+def _reference_refuses(problem):
+    return None
+
+
+# Best first: "auto" takes the first row whose recipe fits the config and that can run the problem.
+KERNELS = (
+    KernelSpec(
+        "triton_int8_fp8",
+        ("int8_fp8",),
+        _load_triton_int8_fp8,
+        _triton_int8_fp8_refuses,
+        _not_on_blackwell_datacenter,
+    ),
+    KernelSpec("triton_fp8_fp8", ("fp8_fp8",), _load_triton_fp8_fp8, _triton_fp8_fp8_refuses),
+    KernelSpec("triton_int8_int8", ("int8_int8",), _load_triton_int8_int8, _triton_int8_int8_refuses),
+    KernelSpec(
+        "reference",
+        ("int8_int8", "int8_fp8", "fp8_fp8", "nvfp4"),
+        _load_reference,
+        _reference_refuses,
+        automatic=lambda problem: False,
+    ),
+)
+
+
+def kernel_named(name: str) -> KernelSpec:
+    """The row called name. Raises ValueError that lists the known names."""
+    for spec in KERNELS:
+        if spec.name == name:
+            return spec
+    raise ValueError(f"unknown kernel {name!r}; choose auto, {', '.join(spec.name for spec in KERNELS)}")
+
+
+def choose_kernel(problem: AttentionProblem, name: str = "auto") -> Choice:
+    """The kernel that runs problem: the row called name, or for "auto" the first row that can.
+
+    Returns Choice(None, reason) when none can; "auto" never takes "reference". Raises ValueError for an
+    unknown name.
+    """
+    if name != "auto":
+        return _try(kernel_named(name), problem, exact=True)
+    refusals = []
+    for spec in KERNELS:
+        if not spec.automatic(problem):
+            continue
+        choice = _try(spec, problem, exact=False)
+        if choice.kernel:
+            return choice
+        refusals.append(choice.reason)
+    hint = "" if problem.device_type == "cuda" else "; kernel 'reference' runs anywhere, slowly"
+    return Choice(None, "; ".join(refusals) + hint)
+
+
+def _try(spec: KernelSpec, problem: AttentionProblem, exact: bool) -> Choice:
+    refusal = _general_refusal(problem) or spec.why_not(problem)
+    if refusal:
+        return Choice(None, f"{spec.name}: {refusal}")
+    config = problem.config
+    recipe = resolve_recipe(config, spec.numerics, problem.capability, exact)
+    if recipe is None:
+        asked = f"{config.precision}, expcast {config.expcast}, value_format {config.value_format}"
+        return Choice(None, f"{spec.name}: computes {' or '.join(spec.numerics)}, asked for {asked}")
+    return Choice(spec, "", recipe)
+
+
+def _general_refusal(problem: AttentionProblem) -> str | None:
+    """What no kernel takes."""
+    if any(dtype not in formats.FLOAT_DTYPES for dtype in problem.dtypes):
+        return f"takes bf16, fp16 and fp32, got {', '.join(str(d).removeprefix('torch.') for d in problem.dtypes)}"
+    if problem.head_dim & (problem.head_dim - 1) or not 16 <= problem.head_dim <= 128:
+        return f"needs head_dim 16, 32, 64 or 128, got {problem.head_dim}"
+    return None
+
+
+def load_grouping(device: torch.device) -> Callable:
+    """The fastest group_tokens for a device; signature in group/reference.py."""
+    if device.type == "cuda" and torch.version.hip is None and _triton_missing() is None:
+        from .group.triton_kmeans import group_tokens
+
+        return group_tokens
+    from .group.reference import group_tokens
+
+    return group_tokens
