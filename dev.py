@@ -1,0 +1,96 @@
+"""Two commands for a fresh checkout; they need Python 3.10 or newer and nothing else.
+
+python dev.py demo    denoise one clip of the sample model twice, with and without VC-Attention
+python dev.py test    lint, then the whole test suite (further arguments go to pytest)
+
+Both make the virtual environment .venv beside this file on first use. A development tool: the
+published archive does not contain it.
+"""
+
+from __future__ import annotations  # so that an old Python reaches the check in main()
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+STAMP = VENV / "installed-requirements"
+REQUIREMENTS = ("requirements.txt", "requirements-dev.txt")
+
+
+def say(text: str) -> None:
+    print(f"[dev] {text}", flush=True)
+
+
+def run(*command) -> int:
+    """Run a command in the checkout, its output on ours. Returns its exit status."""
+    # a PYTHONPATH from outside would put other people's modules before the pinned ones
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONNOUSERSITE"] = "1"
+    return subprocess.call([str(part) for part in command], cwd=ROOT, env=environment)
+
+
+def fingerprint() -> str:
+    """What the environment was made from: this Python, where it stands, and the requirements."""
+    digest = hashlib.sha256(f"{sys.version} {VENV}".encode())
+    for name in REQUIREMENTS:
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def ensure_environment() -> None:
+    """Make .venv and install the pinned requirements, unless that was done before."""
+    wanted = fingerprint()
+    if VENV_PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
+        return
+    say(f"making .venv with Python {sys.version.split()[0]}")
+    if run(sys.executable, "-m", "venv", "--clear", VENV):
+        sys.exit(
+            f"[dev] {sys.executable} could not make a virtual environment. On Debian and Ubuntu install "
+            f"its venv package: apt install python{sys.version_info.major}.{sys.version_info.minor}-venv"
+        )
+    say("installing requirements; the first time this downloads PyTorch")
+    requirements = [part for name in REQUIREMENTS for part in ("-r", ROOT / name)]
+    if run(VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *requirements):
+        sys.exit("[dev] pip could not install the requirements; its own message is above")
+    STAMP.write_text(wanted)
+
+
+def demo(arguments: list[str]) -> int:
+    return run(VENV_PYTHON, ROOT / "tests" / "demo" / "demo.py", *arguments)
+
+
+def test(arguments: list[str]) -> int:
+    steps = (
+        ("-m", "ruff", "check", "."),
+        ("-m", "ruff", "format", "--check", "."),
+        ("-m", "pytest", *arguments),
+    )
+    failed = []
+    for step in steps:
+        command = " ".join(step[1:])
+        say(command)
+        if run(VENV_PYTHON, *step):
+            failed.append(command)
+    for command in failed:
+        say(f"failed: {command}")
+    return 1 if failed else 0
+
+
+def main(arguments: list[str]) -> int:
+    commands = {"demo": demo, "test": test}
+    if not arguments or arguments[0] not in commands:
+        print(__doc__)
+        return 2
+    if sys.version_info < (3, 10):
+        sys.exit(f"[dev] needs Python 3.10 or newer, got {sys.version.split()[0]}")
+    ensure_environment()
+    return commands[arguments[0]](arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
