@@ -1,0 +1,286 @@
+"""The only file that touches ComfyUI's attention hook: one override object, which keeps whatever was there.
+
+ComfyUI calls it for every attention of a patched model. It takes the calls that a family names, a kernel can
+run and the step plan wants; every other call goes to the override that was there before, else to ComfyUI's.
+"""
+
+import contextlib
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels import AttentionProblem, KernelSpec, TokenGrouping, attend_call, group_tokens, prepare_call
+from .attention_layout import key_mask_of, like_caller, split_heads
+from .families import AttentionCall, Family
+from .kernel_errors import raise_unless_recoverable
+from .patch_settings import PatchSettings
+from .run_report import say
+from .run_state import Forward, conditions
+from .sampling_hooks import FORWARD, KEY, OVERRIDE, SamplingHooks, chain_of
+
+POSITIONAL = ("heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
+
+# Kernels that once completed a call of this dtype and head_dim on this device. Until then q, k and v are
+# kept, so that a kernel that does not start can be replaced; afterwards they go before the output exists.
+_proven: set[tuple] = set()
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """What ComfyUI said beside q, k and v."""
+
+    heads: int
+    mask: torch.Tensor | None
+    attn_precision: torch.dtype | None
+    skip_reshape: bool
+    skip_output_reshape: bool
+    low_precision: bool
+    scale: float | None
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, args, kwargs) -> "HostCall":
+        """From the arguments after q, k, v: models pass them by place or by name."""
+        named = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
+        return cls(
+            heads=named["heads"],
+            mask=named.get("mask"),
+            attn_precision=named.get("attn_precision"),
+            skip_reshape=bool(named.get("skip_reshape")),
+            skip_output_reshape=bool(named.get("skip_output_reshape")),
+            low_precision=named.get("low_precision_attention") is not False,
+            scale=named.get("scale"),
+            options=named.get("transformer_options") or {},
+        )
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A call that we take, and with what."""
+
+    layer: Any  # key of its token order
+    kernel: KernelSpec
+    numerics: str
+    key_mask: torch.Tensor | None
+
+
+class AttentionOverride:
+    """Attention of one patched model. Clones share it; what changes lives in the run and in the forward."""
+
+    def __init__(self, settings: PatchSettings, family: Family, previous=None):
+        self.settings = settings
+        self.family = family
+        self._vc_previous = previous  # public to other packs: makes the chain walkable
+
+    # Step and block arrive in transformer_options, which ComfyUI's compile nodes do not guard: a traced
+    # override would repeat its first step for ever.
+    @torch.compiler.disable
+    def __call__(self, func, q, k, v, *args, **kwargs):
+        """ComfyUI's override contract, with tensors."""
+        out = self._take(args, kwargs, lambda: (q, k, v), release=None)
+        if out is not None:
+            return out
+        if self._vc_previous is not None:
+            return self._vc_previous(func, q, k, v, *args, **kwargs)
+        return func(q, k, v, *args, **kwargs)
+
+    @torch.compiler.disable
+    def container_function(self, q, k, v, *args, **kwargs):
+        """The same with single-owner boxes, so that q, k and v can be freed before the output exists."""
+        boxes = (q, k, v)
+
+        def release():
+            for box in boxes:
+                box.take()
+
+        out = self._take(args, kwargs, lambda: tuple(box.peek() for box in boxes), release)
+        if out is not None:
+            return out
+        previous = self._vc_previous
+        if previous is None:
+            return host_attention()(q, k, v, *args, **kwargs)
+        if getattr(previous, "container_function", None) is not None:
+            return previous.container_function(q, k, v, *args, **kwargs)
+        host = host_attention()
+        undecorated = getattr(
+            host, "__wrapped__", host
+        )  # the plain override contract hands over the bare backend
+        return previous(undecorated, *(box.take() for box in boxes), *args, **kwargs)
+
+    def _take(self, args, kwargs, tensors, release):
+        """The output, or None if the call is not ours (then counted, if a run of ours is on)."""
+        host = HostCall.of(args, kwargs)
+        forward = host.options.get(FORWARD)
+        if forward is None or forward.run.owner is not self:
+            return None
+        with paused_malloc_graph():
+            accepted = self._decide(forward, host, *tensors())
+            if isinstance(accepted, str):
+                forward.run.report.add_declined(accepted)
+                return None
+            return self._run_kernel(forward, host, accepted, tensors, release)
+
+    def _decide(self, forward: Forward, host: HostCall, q, k, v) -> Accepted | str:
+        """Whether and how we take a call; else the reason, for the report."""
+        run = forward.run
+        if not forward.plan.active:
+            return "outside start_percent..end_percent"
+        if not host.low_precision:
+            return "opted out by the model"
+        if host.attn_precision == torch.float32:
+            return "asked for in float32 by the model"
+        try:
+            q, k, v = split_heads(q, k, v, host.heads, host.skip_reshape)
+        except ValueError as error:
+            return str(error)
+        if q.shape[1] != k.shape[1]:
+            return "grouped-query heads"
+        layer = run.family.layer(AttentionCall(q.shape, k.shape, v.shape, host.options), forward.notes)
+        if isinstance(layer, str):
+            return layer
+        if layer.position in run.settings.exact_blocks:
+            return "kept exact by exact_blocks"
+        if q.shape[2] < run.settings.shortest:
+            return f"shorter than {run.settings.shortest} tokens"
+        if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
+            return "last dimension not contiguous"
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "recorded into a CUDA graph"
+        key_mask = None
+        if host.mask is not None:
+            batch, keys = k.shape[0], k.shape[2]
+            key_mask = forward.mask_once(host.mask, lambda mask: key_mask_of(mask, batch, keys))
+            if isinstance(key_mask, str):
+                return key_mask
+        choice = run.choose(AttentionProblem.of(q, k, v, run.config()))
+        if choice.kernel is None:
+            return choice.reason
+        key = forward.layer_key(layer, q.device, q.shape[1], q.shape[2], host.options)
+        return Accepted(key, choice.kernel, choice.recipe.numerics, key_mask)
+
+    def _run_kernel(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, release):
+        """The output; None if the kernel failed in a way that ComfyUI's attention can make good."""
+        run, kernel = forward.run, accepted.kernel
+        released = False
+        first = tensors()[0]
+        tokens = first.shape[2 if host.skip_reshape else 1]
+        proof = (kernel.name, first.device, first.dtype, first.shape[-1])
+        del first
+        # broad, because every backend has its own errors; what must not be hidden is raised again
+        try:
+            prepared = self._prepare(forward, host, accepted, tensors)
+            if release is not None and proof in _proven:
+                release()
+                released = True
+            out, _ = attend_call(prepared)
+        except Exception as error:
+            raise_unless_recoverable(error, kernel.name)
+            if released:
+                raise RuntimeError(
+                    f"VC-Attention kernel {kernel.name} failed after q, k, v were freed"
+                ) from error
+            if run.disable(kernel.name, f"{type(error).__name__}: {error}"):
+                say(
+                    f"kernel {kernel.name} failed and is off for this run; the usual attention runs: {error}",
+                    run.settings.node_id,
+                    logging.WARNING,
+                )
+            run.report.add_declined(f"kernel {kernel.name} failed")
+            return None
+        _proven.add(proof)
+        if release is not None and not released:
+            release()
+        grouped_step = forward.plan.step if forward.plan.grouping else None
+        run.report.add_taken(f"{kernel.name} {accepted.numerics}", tokens, grouped_step)
+        return like_caller(out, host.skip_output_reshape)
+
+    def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
+        """First half of the call, in a frame of its own: once it returns, nothing refers to q, k or v."""
+        q, k, v = split_heads(*tensors(), host.heads, host.skip_reshape)
+        run = forward.run
+        grouping = self._grouping(forward, host, accepted, v) if forward.plan.grouping else None
+        return prepare_call(
+            q,
+            k,
+            v,
+            run.config(),
+            grouping=grouping,
+            key_mask=accepted.key_mask,
+            scale=host.scale,
+            kernel=accepted.kernel.name,
+        )
+
+    def _grouping(self, forward: Forward, host: HostCall, accepted: Accepted, v) -> TokenGrouping:
+        run, mask = forward.run, accepted.key_mask
+
+        def make(rows_v, previous, rows):
+            return group_tokens(
+                rows_v, run.settings.config.clusters, previous, None if mask is None else mask[rows]
+            )
+
+        every = run.settings.regroup_every
+        grouping, made = run.store.grouping(
+            accepted.layer, conditions(host.options), v, make, forward.plan.step, every
+        )
+        if made:
+            run.report.add_groupings(made, run.store.held_bytes)
+        return grouping
+
+
+def host_attention():
+    """ComfyUI's attention function; imported late, because importing this pack must not load ComfyUI."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    return optimized_attention
+
+
+def paused_malloc_graph():
+    """Newer ComfyUI records allocations of some models and replays them; ours change from step to step."""
+    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", None)
+    return pause() if pause is not None else contextlib.nullcontext()
+
+
+def patch_attention(model, settings: PatchSettings, family: Family):
+    """A clone of model whose attention goes through a new override; an earlier patch of ours is replaced."""
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+    patched = remove_patch(model) or model.clone()
+    options = patched.model_options.setdefault("transformer_options", {})
+    override = AttentionOverride(settings, family, options.get(OVERRIDE))
+    options[OVERRIDE] = override
+    hooks = SamplingHooks(override, settings, family)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, hooks.outer_sample)
+    patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, hooks.predict_noise)
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, hooks.apply_model)
+    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, hooks.on_cleanup)
+    return patched
+
+
+def remove_patch(model):
+    """A clone of model without our patch and with the override that was there before; None without a patch.
+
+    Another pack's override that was put on top of ours and calls it stays; without a run, ours does nothing.
+    """
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+    if not model.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY):
+        return None
+    clean = model.clone()
+    for event in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL):
+        clean.remove_wrappers_with_key(event, KEY)
+    clean.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
+    options = clean.model_options.get("transformer_options", {})
+    if isinstance(options.get(OVERRIDE), AttentionOverride):
+        previous = options.pop(OVERRIDE)._vc_previous
+        if previous is not None:
+            options[OVERRIDE] = previous
+    return clean
+
+
+def chain_depth(model) -> int:
+    """How many overrides of ours a model carries."""
+    override = model.model_options.get("transformer_options", {}).get(OVERRIDE)
+    return sum(isinstance(link, AttentionOverride) for link in chain_of(override))

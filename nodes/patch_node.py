@@ -1,0 +1,208 @@
+"""The node "VC-Attention Patch": MODEL in, MODEL out."""
+
+import torch
+from comfy_api.latest import io
+
+from ..kernels import KERNELS, AttentionProblem, VCConfig, choose_kernel
+from .families import family_of
+from .model_patch import patch_attention, remove_patch
+from .patch_settings import DEFAULT_MIN_TOKENS, PatchSettings, parse_blocks
+from .run_report import say
+
+PRECISIONS = ["auto", "8-bit", "4-bit", "off"]
+KERNEL_NAMES = ["auto", *(spec.name for spec in KERNELS)]  # on every machine, so that workflows travel
+HEAD_DIM = 128  # of every family
+
+
+class VCAttentionPatch(io.ComfyNode):
+    """Runs the video self-attention of a model on VC-Attention kernels."""
+
+    @classmethod
+    def define_schema(cls):
+        """Ids and order are fixed for good: saved workflows store values by place. Only append."""
+        return io.Schema(
+            node_id="VCAttentionPatch",
+            display_name="VC-Attention Patch",
+            category="model/patch",
+            description="Faster self-attention for video models, at 8 or 4 bits, close to full precision. "
+            "Put it between the model loader and the sampler. Unknown models pass through unchanged.",
+            search_aliases=["sage", "attention", "fp8", "nvfp4", "speed"],
+            inputs=[
+                io.Model.Input("model", tooltip="The loaded video model."),
+                *main_inputs(),
+                *advanced_inputs(),
+                io.Model.Input(
+                    "model_2", optional=True, tooltip="Wan 2.2: the second expert, patched alike."
+                ),
+            ],
+            outputs=[io.Model.Output(display_name="MODEL"), io.Model.Output(display_name="MODEL 2")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model,
+        precision="auto",
+        expcast="auto",
+        grouping_window=0.25,
+        value_format="auto",
+        regroup_every=4,
+        clusters=128,
+        start_percent=0.0,
+        end_percent=1.0,
+        exact_blocks="",
+        min_tokens=0,
+        kernel="auto",
+        model_2=None,
+    ):
+        if precision == "off":
+            return io.NodeOutput(remove_patch(model) or model, model_2 and (remove_patch(model_2) or model_2))
+        settings = PatchSettings(
+            config=VCConfig("4-bit" if precision == "4-bit" else "8-bit", expcast, value_format, clusters),
+            kernel=kernel,
+            grouping_window=grouping_window,
+            regroup_every=regroup_every,
+            start_percent=start_percent,
+            end_percent=end_percent,
+            exact_blocks=parse_blocks(exact_blocks),
+            min_tokens=min_tokens,
+            node_id=cls.hidden.unique_id if cls.hidden is not None else None,
+        )
+        explicit = precision != "auto" or kernel != "auto"
+        patched = [patch_model(m, settings, explicit) for m in (model, model_2) if m is not None]
+        return io.NodeOutput(patched[0], patched[1] if model_2 is not None else None)
+
+
+def main_inputs():
+    return [
+        io.Combo.Input(
+            "precision",
+            options=PRECISIONS,
+            default="auto",
+            tooltip="auto: 8-bit where this card can, else nothing. 4-bit: NVFP4, RTX 50, faster, coarser. "
+            "off: removes this patch and restores what was there.",
+        ),
+        io.Combo.Input(
+            "expcast",
+            options=["auto", "on", "off"],
+            default="auto",
+            tooltip="Writes FP8 probabilities straight from the scores: faster on H100, H200 and B200, "
+            "a little coarser. auto: on for those cards.",
+        ),
+        io.Float.Input(
+            "grouping_window",
+            default=0.25,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            tooltip="Share of the denoising, from the start, in which similar values are grouped. More: "
+            "smaller error, a little more time and memory. 0 turns grouping off.",
+        ),
+    ]
+
+
+def advanced_inputs():
+    return [
+        io.Combo.Input(
+            "value_format",
+            options=["auto", "fp8", "int8"],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="How values are stored. int8: smallest error. fp8: fastest on H100, H200 and B200. "
+            "auto: what suits the card.",
+        ),
+        io.Int.Input(
+            "regroup_every",
+            default=4,
+            min=1,
+            max=100,
+            optional=True,
+            advanced=True,
+            tooltip="Steps that share one grouping. Fewer: smaller error, more time.",
+        ),
+        io.Int.Input(
+            "clusters",
+            default=128,
+            min=1,
+            max=256,
+            optional=True,
+            advanced=True,
+            tooltip="Value groups per head. More: smaller error, a little more time.",
+        ),
+        percent_input(
+            "start_percent", 0.0, "Denoising before this point keeps the usual attention. 0: none of it."
+        ),
+        percent_input(
+            "end_percent", 1.0, "Denoising after this point keeps the usual attention. 1: none of it."
+        ),
+        io.String.Input(
+            "exact_blocks",
+            default="",
+            optional=True,
+            advanced=True,
+            tooltip="Blocks that keep the usual attention, like 0,1,38-39. Empty: none.",
+        ),
+        io.Int.Input(
+            "min_tokens",
+            default=0,
+            min=0,
+            max=1_000_000,
+            optional=True,
+            advanced=True,
+            tooltip=f"Shorter calls keep the usual attention. 0: {DEFAULT_MIN_TOKENS:,}.",
+        ),
+        io.Combo.Input(
+            "kernel",
+            options=KERNEL_NAMES,
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="auto: the best kernel for this card. A name: that kernel or an error. "
+            "reference is slow and for tests.",
+        ),
+    ]
+
+
+def percent_input(name, default, tooltip):
+    return io.Float.Input(
+        name, default=default, min=0.0, max=1.0, step=0.01, optional=True, advanced=True, tooltip=tooltip
+    )
+
+
+def patch_model(model, settings: PatchSettings, explicit: bool):
+    """A patched clone; the model as it came, with one line, if it is unknown or nothing can run.
+
+    Raises ValueError if the user asked for a precision or a kernel that cannot run here.
+    """
+    diffusion_model = model.model.diffusion_model
+    family = family_of(diffusion_model)
+    if family is None:
+        name = type(diffusion_model).__name__
+        say(f"{name} is not a model this node knows; it passes through unchanged", settings.node_id)
+        return remove_patch(model) or model
+    choice = choose_kernel(expected_problem(model, settings.config), settings.kernel)
+    if choice.kernel is None:
+        if explicit:
+            raise ValueError(f"VC-Attention cannot run here: {choice.reason}")
+        say(f"not active, output is unchanged: {choice.reason}", settings.node_id)
+        return remove_patch(model) or model
+    return patch_attention(model, settings, family)
+
+
+def expected_problem(model, config: VCConfig) -> AttentionProblem:
+    """The attention that this model will ask for, before there are tensors."""
+    device = torch.device(model.load_device)
+    dtype = model.model.get_dtype_inference()
+    shape = (1, 1, DEFAULT_MIN_TOKENS, HEAD_DIM)
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return AttentionProblem(
+        q_shape=shape,
+        k_shape=shape,
+        dtypes=(dtype,) * 3,
+        last_strides=(1, 1, 1),
+        device_type="rocm" if device.type == "cuda" and not cuda else device.type,
+        capability=torch.cuda.get_device_capability(device) if cuda else None,
+        config=config,
+    )

@@ -1,0 +1,45 @@
+"""What the node's widgets ask for, checked once."""
+
+import re
+from dataclasses import dataclass
+
+from ..kernels import VCConfig
+
+# Below this, quantizing costs more than it saves. Chosen; ComfyUI's own sparse attention starts at 12,288.
+DEFAULT_MIN_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class PatchSettings:
+    """One patch node's choices, as the run needs them."""
+
+    config: VCConfig
+    kernel: str = "auto"
+    grouping_window: float = 0.25
+    regroup_every: int = 4
+    start_percent: float = 0.0
+    end_percent: float = 1.0
+    exact_blocks: frozenset[int] = frozenset()
+    min_tokens: int = 0  # 0: DEFAULT_MIN_TOKENS
+    node_id: str | None = None  # where progress text is shown
+
+    def __post_init__(self):
+        if self.start_percent > self.end_percent:
+            raise ValueError(
+                f"start_percent must not exceed end_percent, got {self.start_percent} and {self.end_percent}"
+            )
+
+    @property
+    def shortest(self) -> int:
+        return self.min_tokens or DEFAULT_MIN_TOKENS
+
+
+def parse_blocks(text: str) -> frozenset[int]:
+    """Block numbers from "0,1,38-39". Raises ValueError for anything else."""
+    blocks: set[int] = set()
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"exact_blocks must list numbers and ranges like 0,1,38-39, got {text!r}")
+        blocks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(blocks)

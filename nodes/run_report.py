@@ -1,0 +1,100 @@
+"""What one sampling run did: counted while it runs, said once when it ends."""
+
+import logging
+import sys
+import threading
+from collections import Counter
+
+log = logging.getLogger("vc_attention")
+
+
+def say(text: str, node_id: str | None = None, level: int = logging.INFO) -> None:
+    """One log line, and the same text on the node if ComfyUI's server runs."""
+    log.log(level, "[VC-Attention] %s", text)
+    show(text, node_id)
+
+
+def show(text: str, node_id: str | None) -> None:
+    """Progress text on the node; nothing without a server or a node."""
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    if node_id is not None and hasattr(server, "send_progress_text"):
+        server.send_progress_text(text, node_id)
+
+
+class RunReport:
+    """Counts of one run. Threads of several GPUs may add to it at the same time.
+
+    received = taken + the sum of declined, always.
+    """
+
+    def __init__(self, model_name: str, steps: int = 0):
+        self.model_name = model_name
+        self.steps = steps
+        self.received = 0
+        self.taken = 0
+        self.declined: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()  # "<kernel> (<numerics>)" -> calls
+        self.grouped_calls = 0
+        self.groupings_made = 0
+        self.grouped_steps: set[int] = set()
+        self.tokens = 0  # longest sequence taken
+        self.state_bytes = 0  # most that groupings held at once
+        self.failures: dict[str, str] = {}  # kernel -> what it raised
+        self.overwritten_by: str | None = None
+        self._lock = threading.Lock()
+
+    def add_declined(self, reason: str) -> None:
+        with self._lock:
+            self.received += 1
+            self.declined[reason] += 1
+
+    def add_taken(self, kernel: str, tokens: int, grouped_step: int | None) -> None:
+        with self._lock:
+            self.received += 1
+            self.taken += 1
+            self.kernels[kernel] += 1
+            self.tokens = max(self.tokens, tokens)
+            if grouped_step is not None:
+                self.grouped_calls += 1
+                self.grouped_steps.add(grouped_step)
+
+    def add_groupings(self, made: int, held_bytes: int) -> None:
+        with self._lock:
+            self.groupings_made += made
+            self.state_bytes = max(self.state_bytes, held_bytes)
+
+    def add_failure(self, kernel: str, message: str) -> bool:
+        """Whether this kernel fails for the first time in this run."""
+        with self._lock:
+            first = kernel not in self.failures
+            self.failures.setdefault(kernel, message)
+            return first
+
+    def progress(self, step: int) -> str:
+        """While the run goes on, on the node."""
+        return f"step {step + 1} of {self.steps}: {self._calls()}"
+
+    def summary(self) -> str:
+        """The whole run in one line."""
+        if not self.received:
+            why = f": {self.overwritten_by} replaced the attention" if self.overwritten_by else ""
+            return f"{self.model_name}: received 0 calls{why}; output is unchanged by this node"
+        parts = [f"{self.model_name}: {self._calls()}"]
+        if self.taken:
+            parts.append(f"up to {self.tokens:,} tokens")
+            if self.grouped_steps:
+                count = len(self.grouped_steps)
+                parts.append(
+                    f"values grouped in {count} of {self.steps} steps "
+                    f"(order made {self.groupings_made} times, {self.state_bytes / 2**20:.0f} MiB at most)"
+                )
+            else:
+                parts.append("no step inside the grouping window")
+        parts += [f"{kernel} failed: {message}" for kernel, message in self.failures.items()]
+        return "; ".join(parts)
+
+    def _calls(self) -> str:
+        kernels = ", ".join(f"{count:,} {name}" for name, count in self.kernels.most_common())
+        text = f"{self.taken:,} of {self.received:,} calls low-bit" + (f" ({kernels})" if kernels else "")
+        left = ", ".join(f"{count:,} {reason}" for reason, count in self.declined.most_common())
+        return text + (f", {self.received - self.taken:,} left alone ({left})" if left else "")
