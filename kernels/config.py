@@ -17,7 +17,7 @@ class VCConfig:
 
     precision: "8-bit" or "4-bit" (NVFP4).
     expcast: write probabilities by Eq. 7 ("on"), by exp2 and a cast ("off"), or as suits the card ("auto").
-    value_format: "fp8" (E4M3), "int8", or as suits the card ("auto"). See DESIGN table in kernels/README.md.
+    value_format: "fp8" (E4M3), "int8", or as suits the card ("auto").
     clusters: value groups per head for group_tokens, 1 to 256.
     demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6).
     rotate_qk: Hadamard rotation of q and k; None means on at 8 bits and off at 4 bits.
@@ -44,7 +44,7 @@ class VCConfig:
             raise ValueError(f"clusters must be 1 to {MAX_CLUSTERS}, got {self.clusters}")
         if self.precision == "4-bit" and (self.expcast == "on" or self.value_format != "auto"):
             raise ValueError(
-                "4-bit has one recipe (NVFP4, no ExpCast): set expcast to auto or off and value_format to auto, "
+                "4-bit has one recipe (NVFP4, no ExpCast): set expcast to auto or off, value_format to auto; "
                 f"got expcast {self.expcast!r}, value_format {self.value_format!r}"
             )
         if self.expcast == "on" and self.value_format == "int8":

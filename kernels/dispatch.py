@@ -8,12 +8,14 @@ from .config import EXPCAST_CHOICES, PRECISIONS, VALUE_FORMATS, VCConfig
 from .operands import AttentionProblem, TokenGrouping
 from .registry import KernelSpec, choose_kernel, load_grouping
 
+DEFAULT_CONFIG = VCConfig()
+
 
 def vc_attention(
     q,
     k,
     v,
-    config: VCConfig = VCConfig(),
+    config: VCConfig = DEFAULT_CONFIG,
     *,
     grouping: TokenGrouping | None = None,
     key_mask: torch.Tensor | None = None,
@@ -65,7 +67,7 @@ def prepare_call(
     q,
     k,
     v,
-    config=VCConfig(),
+    config=DEFAULT_CONFIG,
     *,
     grouping=None,
     key_mask=None,
@@ -105,7 +107,7 @@ def group_tokens(v, clusters, previous: TokenGrouping | None = None, key_mask=No
 
     v: [B, H, Lk, D]. clusters: 1 to 256. previous: an earlier grouping of the same heads, whose centroids
     warm-start this one. key_mask: bool [B, Lk], True = the key exists; masked keys come last. Attention does
-    not change when K and V are permuted alike, so any order is correct; a better one leaves smaller residuals.
+    not change when K and V are permuted alike: any order is correct, a better one leaves smaller residuals.
     Raises ValueError for inputs outside this contract.
     """
     if v.dim() != 4 or not v.is_floating_point():

@@ -175,7 +175,8 @@ def _try(spec: KernelSpec, problem: AttentionProblem, exact: bool) -> Choice:
 def _general_refusal(problem: AttentionProblem) -> str | None:
     """What no kernel takes."""
     if any(dtype not in formats.FLOAT_DTYPES for dtype in problem.dtypes):
-        return f"takes bf16, fp16 and fp32, got {', '.join(str(d).removeprefix('torch.') for d in problem.dtypes)}"
+        got = ", ".join(str(dtype).removeprefix("torch.") for dtype in problem.dtypes)
+        return f"takes bf16, fp16 and fp32, got {got}"
     if problem.head_dim & (problem.head_dim - 1) or not 16 <= problem.head_dim <= 128:
         return f"needs head_dim 16, 32, 64 or 128, got {problem.head_dim}"
     return None

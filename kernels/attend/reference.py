@@ -30,8 +30,8 @@ class OnlineSoftmax:
 
     def result(self):
         """A / l, and 0 for a row that saw no key."""
-        l = self.normalizer[..., None]
-        return torch.where(l > 0, self.numerator / l, 0.0)
+        total = self.normalizer[..., None]
+        return torch.where(total > 0, self.numerator / total, 0.0)
 
 
 def attend(operands: VCOperands):
@@ -78,7 +78,7 @@ def scores(operands: VCOperands, j: int, dtype=torch.float32):
 
 
 def log_sum_exp(operands, softmax):
-    """Natural-log row log-sum-exp of the true scores, fp32 [B, H, Lq]; -inf for a row without keys (C6, F5)."""
+    """Natural-log row log-sum-exp of the true scores, fp32 [B, H, Lq]; -inf without keys (C6, F5)."""
     if operands.lse_shift is None:
         return None
     unit = {"int8": 1.0, "fp8": formats.P_FP8_SCALE, "nvfp4": formats.NVFP4_MAX}[operands.recipe.value_format]

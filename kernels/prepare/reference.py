@@ -1,4 +1,4 @@
-"""From bf16, fp16 or fp32 q, k, v to quantized operands, one small function per step (NUMERICS C1 to C5, I1, F1, N2).
+"""From floating-point q, k, v to quantized operands, one small function per step (C1 to C5, I1, F1, N2).
 
 Works in float32, or in float64 when the inputs are float64. Keys whose index is at or past key_count
 do not exist: they are zero in every code, scale and mean that comes out.

@@ -1,0 +1,121 @@
+"""Choosing a kernel: the table's order, refusals that say why, explicit names."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_vc_attention.kernels import KERNELS, AttentionProblem, VCConfig, choose_kernel
+from comfyui_vc_attention.kernels.registry import kernel_named, load_grouping
+
+NAMES = [spec.name for spec in KERNELS]
+H100 = AttentionProblem(
+    q_shape=(1, 2, 256, 128),
+    k_shape=(1, 2, 256, 128),
+    dtypes=(torch.bfloat16,) * 3,
+    last_strides=(1, 1, 1),
+    device_type="cuda",
+    capability=(9, 0),
+)
+CPU = replace(H100, device_type="cpu", capability=None)
+
+
+def with_triton(monkeypatch):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: None)
+
+
+def test_names_are_unique_and_end_with_the_reference():
+    assert len(set(NAMES)) == len(NAMES) and NAMES[-1] == "reference"
+    for spec in KERNELS[:-1]:
+        backend, _, rest = spec.name.partition("_")
+        assert backend in ("cuda", "triton")
+        assert any(rest.startswith(numerics) for numerics in spec.numerics), spec.name
+
+
+def test_auto_never_picks_the_reference():
+    choice = choose_kernel(CPU)
+    assert choice.kernel is None
+    assert "reference" in choice.reason and "got cpu" in choice.reason
+
+
+def test_reference_by_name_runs_anywhere():
+    assert choose_kernel(CPU, "reference").kernel.name == "reference"
+    assert choose_kernel(CPU, "reference").recipe.numerics == "int8_int8"
+
+
+@pytest.mark.parametrize(
+    ("capability", "numerics", "expcast"),
+    [
+        ((8, 0), "int8_int8", False),
+        ((8, 6), "int8_int8", False),
+        ((8, 9), "int8_int8", False),
+        ((9, 0), "int8_fp8", True),
+        ((10, 0), "fp8_fp8", True),
+        ((10, 3), "fp8_fp8", True),
+        ((12, 0), "int8_int8", False),
+    ],
+)
+def test_auto_per_card(monkeypatch, capability, numerics, expcast):
+    with_triton(monkeypatch)
+    choice = choose_kernel(replace(H100, capability=capability))
+    assert (choice.recipe.numerics, choice.recipe.expcast) == (numerics, expcast)
+
+
+def test_old_cards_get_a_reason(monkeypatch):
+    with_triton(monkeypatch)
+    choice = choose_kernel(replace(H100, capability=(7, 5)))
+    assert choice.kernel is None and "needs sm_80 or newer, got sm_75" in choice.reason
+
+
+def test_rocm_is_named():
+    assert "got rocm" in choose_kernel(replace(H100, device_type="rocm", capability=None)).reason
+
+
+def test_4_bit_has_no_automatic_kernel_yet(monkeypatch):
+    with_triton(monkeypatch)
+    problem = replace(H100, config=VCConfig("4-bit"))
+    assert choose_kernel(problem).kernel is None
+    assert choose_kernel(problem, "reference").recipe.numerics == "nvfp4"
+
+
+def test_an_explicit_kernel_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: "needs Triton (x)")
+    choice = choose_kernel(H100, "triton_int8_fp8")
+    assert choice.kernel is None and choice.reason == "triton_int8_fp8: needs Triton (x)"
+
+
+def test_an_explicit_kernel_does_not_bend_the_config(monkeypatch):
+    with_triton(monkeypatch)
+    choice = choose_kernel(replace(H100, config=VCConfig(expcast="on")), "triton_int8_int8")
+    assert choice.kernel is None and "computes int8_int8, asked for 8-bit, expcast on" in choice.reason
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown kernel 'sage'; choose auto, .*reference"):
+        choose_kernel(CPU, "sage")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtypes": (torch.float64,) * 3}, "takes bf16, fp16 and fp32, got float64"),
+        ({"dtypes": (torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16)}, "got bfloat16, float8_e4m3fn"),
+        (
+            {"q_shape": (1, 2, 256, 96), "k_shape": (1, 2, 256, 96)},
+            "needs head_dim 16, 32, 64 or 128, got 96",
+        ),
+    ],
+)
+def test_what_no_kernel_takes(change, message):
+    assert message in choose_kernel(replace(CPU, **change), "reference").reason
+
+
+def test_problem_of_tensors():
+    q = torch.empty(1, 2, 5, 64, dtype=torch.float16)
+    problem = AttentionProblem.of(q, q, q, VCConfig(clusters=3))
+    assert problem.q_shape == (1, 2, 5, 64) and problem.device_type == "cpu" and problem.capability is None
+    assert problem.dtypes == (torch.float16,) * 3 and problem.config.clusters == 3 and problem.head_dim == 64
+
+
+def test_kernel_named_and_grouping_for_a_cpu():
+    assert kernel_named("reference").load().attend.__module__.endswith("attend.reference")
+    assert load_grouping(torch.device("cpu")).__module__.endswith("group.reference")
