@@ -61,7 +61,7 @@ def ensure_environment() -> None:
 
 
 def demo(arguments: list[str]) -> int:
-    return run(VENV_PYTHON, ROOT / "tests" / "demo" / "demo.py", *arguments)
+    return run(VENV_PYTHON, ROOT / "tests" / "demo", *arguments)
 
 
 def test(arguments: list[str]) -> int:

@@ -1,0 +1,54 @@
+"""python tests/demo ...: what `python dev.py demo` runs in the virtual environment."""
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PACK_ROOT = HERE.parents[1]
+
+
+def alias(name, folder):
+    """Make a folder importable under a name, not running its __init__.py: that of nodes/ needs ComfyUI."""
+    module = types.ModuleType(name)
+    module.__path__ = [str(folder)]
+    sys.modules[name] = module
+
+
+def comfyui_python():
+    """The Python that has ComfyUI's requirements: COMFYUI_PYTHON, else ComfyUI's own venv, else this one."""
+    if os.environ.get("COMFYUI_PYTHON"):
+        return os.environ["COMFYUI_PYTHON"]
+    for place in (
+        "venv/bin/python",
+        ".venv/bin/python",
+        "venv/Scripts/python.exe",
+        ".venv/Scripts/python.exe",
+    ):
+        candidate = Path(os.environ["COMFYUI_PATH"]) / place
+        if candidate.exists():
+            return str(candidate)
+    return sys.executable
+
+
+def main():
+    # in ComfyUI's Python if there is a ComfyUI; the variable tells the second process that it is the one
+    if os.environ.get("COMFYUI_PATH") and not os.environ.get("VC_DEMO_IN_COMFYUI"):
+        command = [comfyui_python(), str(HERE), *sys.argv[1:]]
+        return subprocess.call(command, env={**os.environ, "VC_DEMO_IN_COMFYUI": "1"})
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (HERE, PACK_ROOT)]
+    if not os.environ.get("COMFYUI_PATH"):
+        alias("comfyui_vc_attention", PACK_ROOT)
+        alias("comfyui_vc_attention.nodes", PACK_ROOT / "nodes")
+    alias("vc_demo", HERE)
+    from vc_demo.demo import main as demo
+
+    arguments = sys.argv[1:]
+    sys.argv = sys.argv[:1]  # ComfyUI reads the command line too
+    return demo(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
