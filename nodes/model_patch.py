@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..kernels import AttentionProblem, KernelSpec, TokenGrouping, attend_call, group_tokens, prepare_call
+from ..kernels import AttentionProblem, TokenGrouping, attend_call, group_tokens, prepare_call
+from ..kernels.registry import KernelSpec
 from .attention_layout import key_mask_of, like_caller, split_heads
 from .families import AttentionCall, Family
 from .kernel_errors import raise_unless_recoverable

@@ -1,0 +1,86 @@
+"""Tests against a real ComfyUI, in a Python that has its requirements; see test_host_suite.py for one that has not."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+COMFYUI = os.environ.get("COMFYUI_PATH")
+NEEDED = ("aiohttp", "av", "comfy_kitchen", "torchsde", "transformers")
+HOST_READY = bool(COMFYUI) and all(importlib.util.find_spec(name) for name in NEEDED)
+
+
+def start_comfyui():
+    """Make ComfyUI importable on a CPU. Its command line is parsed on import, so it is given one."""
+    sys.path.insert(0, str(Path(COMFYUI).expanduser().resolve()))
+    argv, sys.argv = sys.argv, [sys.argv[0], "--cpu", "--use-pytorch-cross-attention"]
+    try:
+        import comfy.options
+
+        comfy.options.enable_args_parsing()
+        import comfy.cli_args
+    finally:
+        sys.argv = argv
+
+
+if HOST_READY:
+    start_comfyui()
+
+
+def pytest_collection_modifyitems(items):
+    """In a Python without ComfyUI's requirements the suite runs in ComfyUI's, started by test_host_suite.py."""
+    elsewhere = pytest.mark.skip(reason="runs under ComfyUI's Python, inside test_host_suite.py")
+    for item in items:
+        if COMFYUI and not HOST_READY and item.path.parent == HERE and item.path.name != "test_host_suite.py":
+            item.add_marker(elsewhere)
+
+
+def load_by_path(name):
+    spec = importlib.util.spec_from_file_location(f"host_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def host_ready() -> bool:
+    """Whether this Python can import ComfyUI."""
+    return HOST_READY
+
+
+@pytest.fixture(scope="session")
+def tiny_wan():
+    """The module that writes tiny checkpoints."""
+    return load_by_path("tiny_wan")
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tiny_wan, tmp_path_factory):
+    """load_tiny(kind, seed): a ModelPatcher of a tiny checkpoint, written once."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def load(kind="t2v", seed=0):
+        import comfy.sd
+
+        path = folder / f"{kind}_{seed}.safetensors"
+        if not path.exists():
+            tiny_wan.write(path, kind, seed)
+        return comfy.sd.load_diffusion_model(str(path))
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def sampling():
+    """Conditioning, latents and samplers for tiny models."""
+    return load_by_path("sampling")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two cores are shared with other work, and sums in one order are the same sums."""
+    torch.set_num_threads(1)

@@ -1,0 +1,91 @@
+"""Sample a tiny model through ComfyUI's own code, as KSampler and KSamplerAdvanced do, and watch its attention."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+CHANNELS = {"t2v": 16, "i2v": 16, "5b": 48, "vace": 16}
+SIZE = (3, 8, 8)  # latent frames, height, width: 48 tokens after 2 x 2 patches
+
+
+def conditioning(kind="t2v", text_tokens=40, seed=1):
+    """(positive, negative) as a text encoder node would give them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(length):
+        extra = {}
+        if kind == "i2v":
+            image = torch.randn(1, 257, 1280, generator=generator)
+            extra["clip_vision_output"] = type("ClipVision", (), {"penultimate_hidden_states": image})()
+        return [[torch.randn(1, length, 4096, generator=generator), extra]]
+
+    lengths = (text_tokens, text_tokens) if isinstance(text_tokens, int) else text_tokens
+    return one(lengths[0]), one(lengths[1])
+
+
+def empty_latent(kind="t2v", batch=1, size=SIZE):
+    return torch.zeros(batch, CHANNELS[kind], *size)
+
+
+def sample(
+    model,
+    steps=4,
+    cfg=5.0,
+    sampler="euler",
+    scheduler="simple",
+    kind="t2v",
+    seed=0,
+    batch=1,
+    size=SIZE,
+    text_tokens=40,
+    latent=None,
+    callback=None,
+    **more,
+):
+    """The latent after sampling; more goes to comfy.sample.sample (denoise, start_step, last_step, ...)."""
+    import comfy.sample
+
+    positive, negative = conditioning(kind, text_tokens)
+    image = empty_latent(kind, batch, size) if latent is None else latent
+    with torch.inference_mode():
+        if more.get("disable_noise"):
+            noise = torch.zeros_like(image)
+        else:
+            noise = comfy.sample.prepare_noise(image, seed)
+        return comfy.sample.sample(
+            model, noise, steps, cfg, sampler, scheduler, positive, negative, image,
+            seed=seed, disable_pbar=True, callback=callback, **more,
+        )  # fmt: skip
+
+
+def psnr(a, b) -> float:
+    """Peak signal to noise ratio of a against b, in dB; infinite if they are equal."""
+    error = (a.float() - b.float()).square().mean()
+    return float(10 * ((b.max() - b.min()).float().square() / error).log10())
+
+
+@dataclass
+class Spy:
+    """An attention override that computes every call as ComfyUI does and writes down what it saw."""
+
+    calls: list = field(default_factory=list)
+
+    def __call__(self, func, q, k, v, heads, *args, **kwargs):
+        options = kwargs.get("transformer_options", {})
+        self.calls.append(
+            {
+                "q": tuple(q.shape),
+                "k": tuple(k.shape),
+                "block": options.get("block_index"),
+                "sigma": float(options["sigmas"][0]),
+                "conds": list(options["cond_or_uncond"]),
+                "low_precision": kwargs.get("low_precision_attention"),
+            }
+        )
+        return func(q, k, v, heads, *args, **kwargs)
+
+    def install(self, model):
+        """A clone of model under this spy."""
+        spied = model.clone()
+        spied.model_options.setdefault("transformer_options", {})["optimized_attention_override"] = self
+        return spied

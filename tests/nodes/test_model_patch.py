@@ -1,0 +1,525 @@
+"""The override against recorded calls and fakes; the real ComfyUI is in tests/host."""
+
+import logging
+
+import pytest
+import torch
+from comfyui_vc_attention.kernels import VCConfig
+from comfyui_vc_attention.kernels.testing import relative_l2
+from comfyui_vc_attention.nodes import model_patch
+from comfyui_vc_attention.nodes.families import family_of
+from comfyui_vc_attention.nodes.kernel_errors import CudaContextLost
+from comfyui_vc_attention.nodes.model_patch import chain_depth, patch_attention, remove_patch
+from comfyui_vc_attention.nodes.patch_settings import PatchSettings
+from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
+
+LIMIT = 0.05  # relative L2 of one 8-bit call on N(0, 1), float32 in
+
+
+def host_func(
+    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kw
+):
+    """What ComfyUI's backend computes, on the same arguments."""
+    if not skip_reshape:
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unsqueeze(1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=kw.get("scale"), enable_gqa=bool(kw.get("enable_gqa"))
+    )
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+class Host:
+    """A func that counts."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        assert kwargs["_inside_attn_wrapper"] is True  # or a wrapped backend would call the override for ever
+        self.calls += 1
+        return host_func(*args, **kwargs)
+
+
+class Box:
+    """ComfyUI's single-owner container."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def peek(self):
+        assert self.tensor is not None, "taken before"
+        return self.tensor
+
+    def take(self):
+        tensor, self.tensor = self.peek(), None
+        return tensor
+
+
+@pytest.fixture
+def patched(make_model):
+    """patched(**settings): a model under the reference kernel, whose short calls are taken too."""
+
+    def patch(model=None, clusters=4, kernel="reference", **settings):
+        model = model or make_model()
+        settings = PatchSettings(VCConfig(clusters=clusters), kernel, **{"min_tokens": 1, **settings})
+        return patch_attention(model, settings, family_of(model.model.diffusion_model))
+
+    return patch
+
+
+def wan_call(tokens=96, keys=None, seed=0, batch=2):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (tokens, keys or tokens, keys or tokens)
+    return tuple(torch.randn(batch, length, 2 * 128, generator=generator) for length in lengths)
+
+
+def call(options, q, k, v, *args, **kwargs):
+    """Attention as a ComfyUI backend's wrapper calls it."""
+    host = Host()
+    kwargs = {"_inside_attn_wrapper": True, "transformer_options": options, **kwargs}
+    if not args:
+        kwargs.setdefault("heads", 2)
+    return options[OVERRIDE](host, q, k, v, *args, **kwargs), host.calls
+
+
+def in_block(options, index=0, kind="double"):
+    return {**options, "block_index": index, "block_type": kind}
+
+
+def one_call(model, *args, qkv=None, sigmas=(1.0, 0.5, 0.0), **kwargs):
+    """(output, calls that reached the host) of one self-attention per forward, for each forward."""
+    q, k, v = qkv or wan_call()
+    return model.sample(list(sigmas), lambda options: call(in_block(options), q, k, v, *args, **kwargs))
+
+
+def summary(caplog):
+    return caplog.messages[-1]
+
+
+def test_a_self_attention_call_is_taken_and_close(patched):
+    q, k, v = wan_call()
+    expected = host_func(q, k, v, 2)
+    for out, reached_host in one_call(patched(), qkv=(q, k, v)):
+        assert reached_host == 0 and out.shape == expected.shape and out.dtype == expected.dtype
+        assert 0 < relative_l2(out, expected) < LIMIT
+
+
+def test_the_log_counts_what_happened(patched, caplog):
+    q, k, v = wan_call()
+    short = wan_call(96, keys=40)
+
+    def forward(options):
+        for index in range(3):
+            call(in_block(options, index), q, k, v)
+            call(in_block(options, index), *short)
+
+    with caplog.at_level(logging.INFO, "vc_attention"):
+        patched().sample([1.0, 0.9, 0.8, 0.5, 0.0], forward)
+    assert "12 of 24 calls low-bit (12 reference" in summary(caplog)
+    assert "12 left alone (12 cross-attention)" in summary(caplog)
+    assert "grouped in 1 of 4 steps" in summary(caplog) and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ({"low_precision_attention": False}, "opted out by the model"),
+        ({"attn_precision": torch.float32}, "asked for in float32"),
+        ({"mask": torch.zeros(2, 1, 96, 96)}, "a mask that differs by query"),
+        ({"mask": torch.full((1, 1, 96), -2.0)}, "a mask that weighs keys"),
+    ],
+)
+def test_calls_we_do_not_take_go_to_the_host_untouched(patched, caplog, how, reason):
+    """N11 and the rows of the override contract: bit-equal to the host, counted by reason."""
+    q, k, v = wan_call()
+    with caplog.at_level(logging.INFO, "vc_attention"):
+        results = one_call(patched(), qkv=(q, k, v), **how)
+    for out, reached_host in results:
+        assert reached_host == 1 and torch.equal(out, host_func(q, k, v, 2, **how))
+    assert reason in summary(caplog)
+
+
+def test_d05_fewer_key_heads_go_to_the_host(patched):
+    q = torch.randn(1, 4, 96, 128)
+    k = v = torch.randn(1, 2, 96, 128)
+    how = {"skip_reshape": True, "enable_gqa": True}
+    for out, reached_host in one_call(patched(), 4, qkv=(q, k, v), **how):
+        assert reached_host == 1 and torch.equal(out, host_func(q, k, v, 4, **how))
+
+
+@pytest.mark.parametrize("head_dim", [40, 160, 512])
+def test_d03_other_head_dims_go_to_the_host(patched, head_dim):
+    q = torch.randn(1, 2, 96, head_dim)
+    for out, reached_host in one_call(patched(), 2, qkv=(q, q, q), skip_reshape=True):
+        assert reached_host == 1 and torch.equal(out, host_func(q, q, q, 2, skip_reshape=True))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)])
+def test_d01_output_keeps_the_dtype(patched, dtypes):
+    q, k, v = (t.to(dtype) for t, dtype in zip(wan_call(), dtypes, strict=True))
+    seen = []
+
+    def forward(options):
+        func = lambda *args, **kwargs: seen.append("host") or args[0]  # noqa: E731
+        kwargs = {"heads": 2, "_inside_attn_wrapper": True, "transformer_options": in_block(options)}
+        return options[OVERRIDE](func, q, k, v, **kwargs)
+
+    for out in patched().sample([1.0, 0.0], forward):
+        assert out.dtype == q.dtype
+
+
+def test_scale_is_honoured(patched):
+    q, k, v = wan_call()
+    (out, _), *_ = one_call(patched(), qkv=(q, k, v), scale=0.3)
+    assert relative_l2(out, host_func(q, k, v, 2, scale=0.3)) < LIMIT
+    assert relative_l2(out, host_func(q, k, v, 2)) > 0.3
+
+
+@pytest.mark.parametrize("skip_reshape", [False, True])
+@pytest.mark.parametrize("skip_output_reshape", [False, True])
+def test_every_layout_comes_back_as_asked(patched, skip_reshape, skip_output_reshape):
+    q, k, v = wan_call()
+    if skip_reshape:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
+    how = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+    expected = host_func(q, k, v, 2, **how)
+    for out, reached_host in one_call(patched(), 2, qkv=(q, k, v), **how):
+        assert reached_host == 0 and out.shape == expected.shape and relative_l2(out, expected) < LIMIT
+
+
+def test_arguments_may_come_by_place(patched):
+    q, k, v = wan_call()
+    mask = torch.zeros(1, 1, 96)
+    mask[..., 90:] = -torch.inf
+    for out, reached_host in one_call(patched(), 2, mask, None, False, True, qkv=(q, k, v)):
+        expected = host_func(q, k, v, 2, mask, None, False, True)
+        assert reached_host == 0 and out.shape == expected.shape and relative_l2(out, expected) < LIMIT
+
+
+def test_a_key_mask_equals_removing_those_keys(patched):
+    q, k, v = wan_call()
+    mask = torch.zeros(1, 1, 96)
+    mask[..., 80:] = -3.4e38
+    hidden = [t.clone() for t in (k, v)]
+    for t in hidden:
+        t[:, 80:] = 1e4  # a masked key may hold anything
+    clean = one_call(patched(), qkv=(q, k, v), mask=mask)
+    dirty = one_call(patched(), qkv=(q, *hidden), mask=mask)
+    for (out, reached_host), (other, _) in zip(clean, dirty, strict=True):
+        assert reached_host == 0 and torch.equal(out, other)
+
+
+def test_unknown_arguments_are_passed_on(patched):
+    seen = {}
+
+    def func(q, k, v, heads, **kwargs):
+        seen.update(kwargs)
+        return q
+
+    def forward(options):
+        kwargs = {"heads": 2, "_inside_attn_wrapper": True, "transformer_options": options, "new_in_2027": 1}
+        return options[OVERRIDE](func, *wan_call(96, 40), **kwargs)
+
+    patched().sample([1.0, 0.0], forward)
+    assert seen["new_in_2027"] == 1 and seen["_inside_attn_wrapper"] is True
+
+
+def test_inputs_are_not_written(patched):
+    q, k, v = wan_call()
+    before = [t.clone() for t in (q, k, v)]
+    one_call(patched(), qkv=(q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+
+
+def test_outside_a_run_nothing_is_taken(patched):
+    q, k, v = wan_call()
+    options = in_block(patched().model_options["transformer_options"])
+    out, reached_host = call(options, q, k, v)
+    assert reached_host == 1 and torch.equal(out, host_func(q, k, v, 2))
+
+
+def test_exact_blocks_short_calls_and_the_range_stay_exact(patched):
+    q, k, v = wan_call()
+
+    def count(model, index=0):
+        results = model.sample([1.0, 0.9, 0.0], lambda options: call(in_block(options, index), q, k, v))
+        return [reached_host for _, reached_host in results]
+
+    assert count(patched(exact_blocks=frozenset({3})), index=3) == [1, 1]
+    assert count(patched(exact_blocks=frozenset({3})), index=2) == [0, 0]
+    assert count(patched(min_tokens=97)) == [1, 1]
+    assert count(patched(start_percent=0.2)) == [1, 0]
+
+
+def test_x06_one_override_object_for_every_call_and_clone(patched):
+    model = patched()
+    seen = []
+    forward = lambda options: seen.append(id(options[OVERRIDE]))  # noqa: E731
+    model.sample([1.0, 0.5, 0.0], forward)
+    model.clone().sample([1.0, 0.5, 0.0], forward)
+    assert len(set(seen)) == 1 and len(seen) == 4
+
+
+class Predecessor:
+    """Another pack's override, with or without a container function."""
+
+    def __init__(self, boxes=False):
+        self.calls = []
+        if boxes:
+            self.container_function = self.take_boxes
+
+    def __call__(self, func, q, k, v, *args, **kwargs):
+        self.calls.append("tensors")
+        return func(q, k, v, *args, **kwargs)
+
+    def take_boxes(self, q, k, v, *args, **kwargs):
+        self.calls.append("boxes")
+        return host_func(q.take(), k.take(), v.take(), *args, **kwargs)
+
+
+def with_override(model, override):
+    model.model_options["transformer_options"][OVERRIDE] = override
+    return model
+
+
+def test_l07_what_we_decline_goes_to_the_predecessor(patched, make_model):
+    before = Predecessor()
+    model = patched(with_override(make_model(), before))
+    assert model.model_options["transformer_options"][OVERRIDE]._vc_previous is before
+    one_call(model)
+    assert before.calls == []
+    one_call(model, low_precision_attention=False)
+    assert before.calls == ["tensors"] * 2
+
+
+def test_l04_auto_off_auto_restores_what_was_there(patched, make_model):
+    before = Predecessor()
+    base = with_override(make_model(), before)
+    first = patched(base)
+    off = remove_patch(first)
+    again = patched(off)
+    assert [chain_depth(m) for m in (first, off, again)] == [1, 0, 1]
+    assert off.model_options["transformer_options"][OVERRIDE] is before
+    assert again.model_options["transformer_options"][OVERRIDE]._vc_previous is before
+
+
+def test_removing_leaves_no_key_behind(patched):
+    """A key that holds None would be called."""
+    off = remove_patch(patched())
+    assert OVERRIDE not in off.model_options["transformer_options"]
+    assert not any(off.all(off.wrappers, event) for event in off.wrappers)
+    assert not any(off.all(off.callbacks, event) for event in off.callbacks)
+    assert remove_patch(off) is None
+
+
+def test_patching_twice_is_patching_once(patched):
+    model = patched(patched())
+    assert chain_depth(model) == 1 and len(model.all(model.wrappers, "outer_sample")) == 1
+    assert [reached for _, reached in one_call(model)] == [0, 0]
+
+
+def test_l01_the_model_that_came_in_stays_unpatched(patched, make_model):
+    base = make_model()
+    patched(base)
+    assert base.model_options == {"transformer_options": {}} and not base.wrappers and not base.callbacks
+
+
+def test_under_a_foreign_override_that_chains_us_off_makes_us_silent(patched):
+    model = patched()
+    ours = model.model_options["transformer_options"][OVERRIDE]
+    with_override(model, lambda func, *args, **kwargs: ours(func, *args, **kwargs))
+    assert [reached for _, reached in one_call(model)] == [0, 0]
+    assert [reached for _, reached in one_call(remove_patch(model))] == [1, 1]
+
+
+def boxed(options, qkv, heads=2, **kwargs):
+    boxes = [Box(t) for t in qkv]
+    override = options[OVERRIDE]
+    out = override.container_function(
+        *boxes, heads, _inside_attn_wrapper=True, transformer_options=options, **kwargs
+    )
+    return out, [box.tensor is None for box in boxes]
+
+
+def test_containers_are_emptied_and_the_result_is_the_same(patched):
+    qkv = wan_call()
+    tensors = one_call(patched(), qkv=qkv)
+    boxes = patched().sample([1.0, 0.5, 0.0], lambda options: boxed(in_block(options), qkv))
+    for (out, _), (other, emptied) in zip(tensors, boxes, strict=True):
+        assert torch.equal(out, other) and emptied == [True] * 3
+
+
+def test_l08_boxed_tensors_are_gone_before_the_output_is_made(patched, monkeypatch):
+    alive = []
+    original = model_patch.attend_call
+    boxes = []
+
+    def watching(prepared):
+        alive.append([box.tensor is not None for box in boxes])
+        return original(prepared)
+
+    monkeypatch.setattr(model_patch, "attend_call", watching)
+    monkeypatch.setattr(model_patch, "_proven", set())
+
+    def forward(options):
+        boxes[:] = [Box(t) for t in wan_call()]
+        options = in_block(options)
+        options[OVERRIDE].container_function(
+            *boxes, 2, _inside_attn_wrapper=True, transformer_options=options
+        )
+
+    patched().sample([1.0, 0.5, 0.0], forward)
+    assert alive == [[True] * 3, [False] * 3]  # kept until the kernel has worked once
+
+
+def test_declined_boxes_reach_the_host_whole(patched, monkeypatch):
+    qkv = wan_call(96, 40)
+
+    def optimized_attention(q, k, v, *args, **kwargs):
+        assert kwargs["_inside_attn_wrapper"] is True
+        return host_func(q.take(), k.take(), v.take(), *args, **kwargs)
+
+    monkeypatch.setattr(model_patch, "host_attention", lambda: optimized_attention)
+    for out, emptied in patched().sample([1.0, 0.0], lambda options: boxed(options, qkv)):
+        assert torch.equal(out, host_func(*qkv, 2)) and emptied == [True] * 3
+
+
+@pytest.mark.parametrize("takes_boxes", [True, False])
+def test_declined_boxes_reach_the_predecessor(patched, make_model, monkeypatch, takes_boxes):
+    def backend(q, k, v, heads, **kwargs):
+        return host_func(q, k, v, heads, **kwargs)
+
+    def wrapped(*args, **kwargs):
+        raise AssertionError("a wrapped backend would find the override again")
+
+    wrapped.__wrapped__ = backend
+    monkeypatch.setattr(model_patch, "host_attention", lambda: wrapped)
+    before = Predecessor(boxes=takes_boxes)
+    qkv = wan_call(96, 40)
+    model = patched(with_override(make_model(), before))
+    for out, _ in model.sample([1.0, 0.0], lambda options: boxed(options, qkv)):
+        assert torch.equal(out, host_func(*qkv, 2))
+    assert before.calls == ["boxes" if takes_boxes else "tensors"]
+
+
+def failing(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("stage", ["prepare_call", "attend_call", "group_tokens"])
+def test_a_kernel_error_is_said_once_and_the_host_takes_over(patched, monkeypatch, caplog, stage):
+    monkeypatch.setattr(model_patch, stage, failing(RuntimeError("no kernel image")))
+    qkv = wan_call()
+    with caplog.at_level(logging.INFO, "vc_attention"):
+        results = one_call(patched(), qkv=qkv, sigmas=(1.0, 0.9, 0.5, 0.0))
+    for out, reached_host in results:
+        assert reached_host == 1 and torch.equal(out, host_func(*qkv, 2))
+    assert sum("is off for this run" in message for message in caplog.messages) == 1
+    assert "0 of 3 calls low-bit" in summary(caplog)
+
+
+def test_a_kernel_error_leaves_boxes_whole(patched, monkeypatch):
+    monkeypatch.setattr(model_patch, "attend_call", failing(RuntimeError("no kernel image")))
+    monkeypatch.setattr(model_patch, "_proven", set())
+    monkeypatch.setattr(model_patch, "host_attention", lambda: lambda q, k, v, *a, **kw: host_func(
+        q.take(), k.take(), v.take(), *a, **kw))  # fmt: skip
+    qkv = wan_call()
+    for out, _ in patched().sample([1.0, 0.5, 0.0], lambda options: boxed(in_block(options), qkv)):
+        assert torch.equal(out, host_func(*qkv, 2))
+
+
+def test_the_next_run_tries_the_kernel_again(patched, monkeypatch):
+    model = patched()
+    with monkeypatch.context() as broken:
+        broken.setattr(model_patch, "attend_call", failing(RuntimeError("no kernel image")))
+        assert [reached for _, reached in one_call(model)] == [1, 1]
+    assert [reached for _, reached in one_call(model)] == [0, 0]
+
+
+class Interrupt(BaseException):
+    """As ComfyUI's InterruptProcessingException."""
+
+
+@pytest.mark.parametrize(
+    "raised, expected",
+    [
+        (Interrupt(), Interrupt),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), CudaContextLost),
+    ],
+)
+def test_what_must_not_be_swallowed_goes_through_and_frees_the_run(patched, monkeypatch, raised, expected):
+    kept = []
+    original = model_patch.AttentionOverride._grouping
+
+    def watching(self, forward, *args):
+        kept.append(forward.run.store)
+        return original(self, forward, *args)
+
+    monkeypatch.setattr(model_patch.AttentionOverride, "_grouping", watching)
+    monkeypatch.setattr(model_patch, "attend_call", failing(raised))
+    with pytest.raises(expected):
+        one_call(patched())
+    assert kept and kept[0].held_bytes == 0
+
+
+def test_replay_of_every_recorded_call(patched, recorded, make_model):
+    """Each call that ComfyUI made for Wan, with its strides, dtype, arguments and options."""
+    for name, entry in recorded["models"].items():
+        if "WanModel" not in entry["dit_class"]:
+            continue
+        for record in entry["calls"]:
+            if record["q"][0][1] == record["k"][0][1] == 512:
+                continue  # by order; tests/nodes/test_families.py
+            replay(
+                patched(make_model(), grouping_window=0.0), record, taken=record["kind"] == "self", name=name
+            )
+
+
+def replay(model, record, taken, name):
+    generator = torch.Generator().manual_seed(1)
+    qkv = [strided(*record[part], generator) for part in ("q", "k", "v")]
+    arguments = {**record["kwargs"]}
+    places = [arguments.pop("heads", record["heads"])] if record["positional"] == 4 else []
+
+    def forward(options):
+        options.update({key: 0 if value == "int" else value for key, value in record["options"].items()})
+        options.pop("context_window", None)
+        return call(options, *qkv, *places, **arguments)
+
+    (out, reached_host), *_ = model.sample([1.0, 0.0], forward, conditions=(((1, 0), 512),))
+    assert reached_host == int(not taken), (name, record)
+    assert list(out.shape) == record["out"] and out.dtype == qkv[0].dtype
+
+
+def strided(shape, strides, dtype, generator):
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return torch.randn(size, generator=generator).to(getattr(torch, dtype)).as_strided(shape, strides)
+
+
+def test_the_override_is_never_traced(patched):
+    """A traced override would repeat its first step for ever; ComfyUI's compile nodes drop the guards."""
+    taken = []
+    model = patched(start_percent=0.2)
+    qkv = wan_call()
+
+    def keep(guards):
+        return ["transformer_options" not in guard.name for guard in guards]
+
+    @torch.compile(backend="eager", options={"guard_filter_fn": keep})
+    def block(q, k, v, transformer_options):
+        override = transformer_options[OVERRIDE]
+        return override(host_func, q + 0, k, v, heads=2, transformer_options=transformer_options) + 1
+
+    def forward(options):
+        out = block(*qkv, in_block(options))
+        taken.append(options["vc_attention_forward"].run.report.taken)
+        return out
+
+    model.sample([1.0, 0.9, 0.5, 0.0], forward)
+    assert taken == [0, 1, 2]

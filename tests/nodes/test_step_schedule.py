@@ -1,0 +1,84 @@
+import math
+
+import pytest
+from comfyui_vc_attention.nodes.step_schedule import StepSchedule, regroup_due, window_threshold
+
+
+def schedule(model, sigmas, **settings):
+    return StepSchedule(sigmas, model.percent_to_sigma, **settings)
+
+
+def grouped_steps(model, sigmas, window=0.25):
+    made = schedule(model, sigmas, window=window)
+    return [made.plan(sigma).step for sigma in sigmas[:-1] if made.plan(sigma).grouping]
+
+
+@pytest.mark.parametrize("steps, count", [(40, 10), (8, 2), (4, 1), (6, 2), (30, 8), (1, 1)])
+def test_a_quarter_of_a_whole_schedule_is_grouped_as_in_the_paper(make_model, simple_sigmas, steps, count):
+    assert grouped_steps(make_model(), simple_sigmas(steps)) == list(range(count))
+
+
+def test_window_ends(make_model, simple_sigmas):
+    sigmas = simple_sigmas(8)
+    assert grouped_steps(make_model(), sigmas, window=0.0) == []
+    assert grouped_steps(make_model(), sigmas, window=1.0) == list(range(8))
+    assert window_threshold(sigmas, make_model().percent_to_sigma, 0.0) == math.inf
+
+
+def test_rounding_adds_no_step(make_model, simple_sigmas):
+    assert 0.1 * 30 > 3 - 1e-12 and len(grouped_steps(make_model(), simple_sigmas(30), window=0.1)) == 3
+
+
+def test_denoise_below_one_measures_the_window_on_the_whole_denoising(make_model, simple_sigmas):
+    whole = simple_sigmas(40)
+    assert grouped_steps(make_model(), whole[20:]) == []  # denoise 0.5 starts after the window
+    assert grouped_steps(make_model(), whole[4:]) == list(range(6))  # denoise 0.9: steps 4 to 9 of 40
+
+
+def test_two_experts_share_one_window(make_model, simple_sigmas):
+    whole = simple_sigmas(40)
+    high, low = whole[:21], whole[20:]
+    assert grouped_steps(make_model(), high) == list(range(10))
+    assert grouped_steps(make_model(), low) == []
+
+
+def test_early_split_groups_in_the_low_expert_too(make_model, simple_sigmas):
+    whole = simple_sigmas(40)
+    assert grouped_steps(make_model(), whole[4:]) == list(range(6))
+
+
+def test_every_sampler_is_placed_in_its_step(recorded, make_model):
+    for name, seen in recorded["samplers"].items():
+        made = StepSchedule(seen["sigmas"], make_model().percent_to_sigma)
+        for sigma, at in zip(seen["seen"], seen["at"], strict=True):
+            expected = int(str(at).lstrip("~").split("..")[0])
+            assert made.step_of(sigma) == min(expected, made.steps - 1), (name, sigma, at)
+
+
+def test_window_counts_the_same_steps_for_every_sampler(recorded, make_model):
+    """6 steps: ceil(6 / 4) = 2 are grouped, however often and where a sampler evaluates them."""
+    for name, seen in recorded["samplers"].items():
+        made = StepSchedule(seen["sigmas"], make_model().percent_to_sigma)
+        grouped = {made.plan(sigma).step for sigma in seen["seen"] if made.plan(sigma).grouping}
+        assert grouped == {0, 1}, name
+
+
+def test_percent_range_is_the_hosts(make_model, simple_sigmas):
+    sigmas = simple_sigmas(40)
+    made = schedule(make_model(), sigmas, start_percent=0.25, end_percent=0.5)
+    assert [step for step, sigma in enumerate(sigmas[:-1]) if made.plan(sigma).active] == list(range(10, 20))
+
+
+def test_outside_the_range_nothing_is_grouped(make_model, simple_sigmas):
+    made = schedule(make_model(), simple_sigmas(8), start_percent=0.9)
+    assert not made.plan(1.0).active and not made.plan(1.0).grouping
+
+
+def test_regroup_tolerates_samplers_that_step_back():
+    assert not regroup_due(4, 3, every=4) and not regroup_due(0, 3, every=4)
+    assert regroup_due(0, 4, every=4) and regroup_due(8, 4, every=4)
+
+
+def test_empty_schedule_is_refused(make_model):
+    with pytest.raises(ValueError, match="at least one sigma"):
+        StepSchedule([], make_model().percent_to_sigma)
