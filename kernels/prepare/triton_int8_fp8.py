@@ -1,0 +1,41 @@
+"""Operands of triton_int8_fp8: INT8 Q and K, E4M3 value residuals."""
+
+from .. import formats
+from ..config import Recipe
+from .triton_layout import TritonOperands
+from .triton_qk import quantize_k, quantize_q, statistics
+from .triton_values import quantize_v
+
+
+def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scale, rope=None, want_lse=False):
+    """Quantize one call for the Triton attention kernels; arguments as in the reference's prepare.
+
+    Returns TritonOperands. No host synchronisation.
+    """
+    if order is not None:
+        order = order.contiguous()
+    k_mean, v_amax = statistics(
+        k, v, order, key_count, rope, want_k=recipe.smooth_k, want_v=recipe.value_format == "fp8"
+    )
+    # without smoothing no key mean was taken out of the scores: the shift is zero
+    shift_mean = k_mean if recipe.smooth_k else q.new_zeros(*q.shape[:2], q.shape[3], dtype=k.dtype).float()
+    q_codes, q_scale, lse_shift = quantize_q(q, recipe, rope, shift_mean if want_lse else None, softmax_scale)
+    k_codes, k_scale = quantize_k(k, recipe, order, key_count, rope, k_mean)
+    v_codes, v_scale, v_mean, v_sum = quantize_v(v, recipe, order, key_count, v_amax)
+    return TritonOperands(
+        recipe=recipe,
+        q=q_codes,
+        k=k_codes,
+        v=v_codes,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        k_scale_max=k_scale.amax((2, 3)),
+        v_scale=v_scale,
+        v_sum=v_sum,
+        v_mean=v_mean,
+        keys=k.shape[2],
+        key_count=key_count,
+        score_scale=softmax_scale * formats.LOG2E,
+        lse_shift=lse_shift,
+        out_dtype=q.dtype,
+    )

@@ -1,0 +1,197 @@
+"""Q and K for the Triton kernels: rotary embedding, key smoothing, rotation, quantization (C1 to C3)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import formats
+from .triton_rows import load_rows, rotate, rotation_signs, scale_of, to_codes, tokens_at
+
+ROWS = 64  # rows a program quantizes at a time
+STEPS = 4  # times it does so, so that the rotation matrix is read once for 256 rows (chosen)
+STATISTICS_ROWS = 1024  # rows a program sums up (chosen)
+
+ROPE_LAYOUTS = {"interleaved": 1, "half": 2}
+
+
+# One program: STATISTICS_ROWS keys of one head. Sums of k and largest |v|, per channel.
+# Prefixes: o_ offsets, m_ masks, b_ blocks in registers, i_ indices.
+@triton.jit
+def statistics_kernel(
+    k, v, order, key_count, cos, sin, k_sum, v_amax,
+    k_b, k_h, k_l, v_b, v_h, v_l, rope_b, lk, n_heads, n_chunks,
+    D: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
+):  # fmt: skip
+    i_c = tl.program_id(0) % n_chunks
+    i_bh = (tl.program_id(0) // n_chunks).to(tl.int64)
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    count = lk
+    if HAS_COUNT:
+        count = tl.load(key_count + i_b)
+    o_d = tl.arange(0, D)
+    b_sum = tl.zeros([R, D], tl.float32)
+    b_max = tl.zeros([R, D], tl.float32)
+    for start in range(0, CHUNK, R):
+        o_key = i_c * CHUNK + start + tl.arange(0, R)
+        m_key = o_key < count
+        b_token = tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER)
+        if HAS_K:
+            p_k = k + i_b * k_b + i_h * k_h
+            b_sum += load_rows(p_k, k_l, b_token, m_key, cos, sin, i_b * rope_b, D, ROPE)
+        if HAS_V:
+            p_v = v + i_b * v_b + i_h * v_h
+            b_max = tl.maximum(b_max, tl.abs(load_rows(p_v, v_l, b_token, m_key, None, None, 0, D, 0)))
+    o_out = (i_bh * n_chunks + i_c) * D + o_d
+    if HAS_K:
+        tl.store(k_sum + o_out, tl.sum(b_sum, 0))
+    if HAS_V:
+        tl.store(v_amax + o_out, tl.max(b_max, 0))
+
+
+# One program: STEPS blocks of R query rows of one head.
+@triton.jit
+def quantize_q_kernel(
+    q, signs, cos, sin, k_mean, codes, scales, lse_shift,
+    q_b, q_h, q_l, rope_b, lq, n_heads, n_blocks, root, softmax_scale,
+    D: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, ROPE: tl.constexpr,
+    ROTATE: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    i_block = tl.program_id(0) % n_blocks
+    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    o_d = tl.arange(0, D)
+    if ROTATE:
+        b_h = tl.load(signs + o_d[:, None] * D + o_d[None, :])
+    if HAS_SHIFT:
+        b_mean = tl.load(k_mean + i_bh * D + o_d)
+    p_q = q + i_b * q_b + i_h * q_h
+    for step in range(STEPS):
+        o_row = (i_block * STEPS + step) * R + tl.arange(0, R)
+        m_row = o_row < lq
+        b_q = load_rows(
+            p_q, q_l, tl.where(m_row, o_row, 0).to(tl.int64), m_row,
+            cos, sin, i_b * rope_b, D, ROPE,
+        )  # fmt: skip
+        if HAS_SHIFT:
+            b_shift = softmax_scale * tl.sum(b_q * b_mean[None, :], 1)
+            tl.store(lse_shift + i_bh * lq + o_row, b_shift, mask=m_row)
+        if ROTATE:
+            b_q = rotate(b_q, b_h, root, SPLIT)
+        b_scale = scale_of(tl.max(tl.abs(b_q), 1), 448.0 if FP8 else 127.0)
+        b_code = to_codes(tl.div_rn(b_q, tl.broadcast_to(b_scale[:, None], [R, D])), FP8)
+        tl.store(scales + i_bh * lq + o_row, b_scale, mask=m_row)
+        o_code = (i_bh * lq + o_row[:, None]) * D + o_d[None, :]
+        tl.store(codes + o_code, b_code, mask=m_row[:, None])
+
+
+# One program: STEPS blocks of R keys of one head, in tile order; R is whole groups of 32 keys.
+@triton.jit
+def quantize_k_kernel(
+    k, order, key_count, signs, cos, sin, k_mean, codes, scales,
+    k_b, k_h, k_l, rope_b, lk, n_heads, n_blocks, n_tiles, root,
+    D: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, ROPE: tl.constexpr,
+    ROTATE: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, SMOOTH: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    i_block = tl.program_id(0) % n_blocks
+    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    count = lk
+    if HAS_COUNT:
+        count = tl.load(key_count + i_b)
+    o_d = tl.arange(0, D)
+    if ROTATE:
+        b_h = tl.load(signs + o_d[:, None] * D + o_d[None, :])
+    if SMOOTH:
+        b_mean = tl.load(k_mean + i_bh * D + o_d)
+    p_k = k + i_b * k_b + i_h * k_h
+    for step in range(STEPS):
+        o_key = (i_block * STEPS + step) * R + tl.arange(0, R)
+        m_key = o_key < count
+        b_token = tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER)
+        b_k = load_rows(p_k, k_l, b_token, m_key, cos, sin, i_b * rope_b, D, ROPE)
+        if SMOOTH:
+            b_k = tl.where(m_key[:, None], b_k - b_mean[None, :], 0.0)
+        if ROTATE:
+            b_k = rotate(b_k, b_h, root, SPLIT)
+        b_amax = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [R // 32, 32]), 1)
+        b_scale = scale_of(b_amax, 448.0 if FP8 else 127.0)
+        b_row_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [R // 32, 32]), [R])
+        b_code = to_codes(tl.div_rn(b_k, tl.broadcast_to(b_row_scale[:, None], [R, D])), FP8)
+        o_group = (i_block * STEPS + step) * (R // 32) + tl.arange(0, R // 32)
+        b_scale = tl.where(o_group * 32 < count, b_scale, 0.0)
+        tl.store(scales + i_bh * n_tiles * 4 + o_group, b_scale, mask=o_group < n_tiles * 4)
+        # the row of triton_layout.key_of_k_row that holds this key
+        o_in = o_key % 128
+        o_n = ((o_in >> 2) & 7) << 4 | ((o_in >> 1) & 1) << 3 | ((o_in >> 5) & 3) << 1 | o_in & 1
+        o_row = i_bh * n_tiles * 128 + o_key // 128 * 128 + o_n
+        tl.store(codes + o_row[:, None] * D + o_d[None, :], b_code, mask=(o_key < n_tiles * 128)[:, None])
+
+
+def rope_arguments(rope, batch):
+    """(cos, sin, elements between batch entries, layout number) for the kernels."""
+    if rope is None:
+        return None, None, 0, 0
+    cos, sin, layout = rope
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos[0].numel() if cos.dim() == 3 else 0, ROPE_LAYOUTS[layout]
+
+
+def statistics(k, v, order, key_count, rope, want_k, want_v):
+    """(channel mean of the existing keys fp32 [B, H, D], largest |v| fp32 [B, H, D]), None if not wanted."""
+    b, h, lk, d = k.shape
+    n_chunks = triton.cdiv(lk, STATISTICS_ROWS)
+    k_sum = k.new_empty(b, h, n_chunks, d, dtype=torch.float32) if want_k else None
+    v_amax = k.new_empty(b, h, n_chunks, d, dtype=torch.float32) if want_v else None
+    cos, sin, rope_b, layout = rope_arguments(rope, b)
+    if want_k or want_v:
+        statistics_kernel[(b * h * n_chunks,)](
+            k, v, order, key_count, cos, sin, k_sum, v_amax,
+            *k.stride()[:3], *v.stride()[:3], rope_b, lk, h, n_chunks,
+            D=d, CHUNK=STATISTICS_ROWS, R=64, ROPE=layout,
+            # all keys in any order have one sum: stream them
+            HAS_ORDER=order is not None and key_count is not None,
+            HAS_COUNT=key_count is not None, HAS_K=want_k, HAS_V=want_v, num_warps=4,
+        )  # fmt: skip
+    if want_k:
+        count = lk if key_count is None else key_count.clamp_min(1)[:, None, None]
+        k_sum = k_sum.sum(2) / count
+    return k_sum, v_amax.amax(2) if want_v else None
+
+
+def quantize_q(q, recipe, rope, k_mean, softmax_scale):
+    """Codes [B, H, Lq, D], scales fp32 [B, H, Lq], lse_shift fp32 [B, H, Lq] or None without k_mean."""
+    b, h, lq, d = q.shape
+    fp8 = recipe.numerics.startswith("fp8")
+    codes = q.new_empty(b, h, lq, d, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
+    scales = q.new_empty(b, h, lq, dtype=torch.float32)
+    shift = None if k_mean is None else torch.empty_like(scales)
+    cos, sin, rope_b, layout = rope_arguments(rope, b)
+    n_blocks = triton.cdiv(lq, ROWS * STEPS)
+    quantize_q_kernel[(b * h * n_blocks,)](
+        q, rotation_signs(d, q.device), cos, sin, k_mean, codes, scales, shift,
+        *q.stride()[:3], rope_b, lq, h, n_blocks, d**-0.5, softmax_scale,
+        D=d, R=ROWS, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk,
+        SPLIT=layout > 0 or q.dtype == torch.float32, FP8=fp8, HAS_SHIFT=shift is not None, num_warps=4,
+    )  # fmt: skip
+    return codes, scales, shift
+
+
+def quantize_k(k, recipe, order, key_count, rope, k_mean):
+    """Codes [B, H, T, 128, D] placed as triton_layout says, scales fp32 [B, H, T, 4]."""
+    b, h, lk, d = k.shape
+    tiles = formats.tile_count(lk)
+    fp8 = recipe.numerics.startswith("fp8")
+    codes = k.new_empty(b, h, tiles, 128, d, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
+    scales = k.new_empty(b, h, tiles, 4, dtype=torch.float32)
+    cos, sin, rope_b, layout = rope_arguments(rope, b)
+    n_blocks = triton.cdiv(tiles * 128, ROWS * STEPS)
+    quantize_k_kernel[(b * h * n_blocks,)](
+        k, order, key_count, rotation_signs(d, k.device), cos, sin, k_mean, codes, scales,
+        *k.stride()[:3], rope_b, lk, h, n_blocks, tiles, d**-0.5,
+        D=d, R=ROWS, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk,
+        SPLIT=layout > 0 or recipe.smooth_k or k.dtype == torch.float32, FP8=fp8, SMOOTH=recipe.smooth_k,
+        HAS_ORDER=order is not None, HAS_COUNT=key_count is not None, num_warps=4,
+    )  # fmt: skip
+    return codes, scales
