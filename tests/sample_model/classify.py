@@ -15,6 +15,7 @@ SATURATED = 0.22  # chosen: twice the strongest tint of background and pillar, h
 SAME_HUE = 0.8  # cosine between a pixel's and a palette colour's hue; neighbouring colours are under 0.5
 SMALLEST = 60  # pixels; a smaller patch of colour is no shape
 LOOKS = 4  # pictures of a clip that are compared with the templates: those that show most of the shape
+MARGIN = 16  # pixels around the shape that a template may still cover
 ANGLES = torch.linspace(-0.7, 0.7, 15)  # shapes are turned by at most 0.6
 
 
@@ -48,6 +49,11 @@ def template_overlap(mask):
 
     A template has the mask's area and centre.
     """
+    rows, columns = (mask.any(dim).nonzero().flatten() for dim in (1, 0))
+    top, left = (max(0, int(line[0]) - MARGIN) for line in (rows, columns))
+    mask = mask[
+        top : int(rows[-1]) + MARGIN, left : int(columns[-1]) + MARGIN
+    ]  # templates are cheaper on less
     y, x = mask.nonzero().float().unbind(1)
     centre_y, centre_x, area = y.mean(), x.mean(), len(x)
     grid_y, grid_x = (torch.arange(n, dtype=torch.float32) for n in mask.shape)

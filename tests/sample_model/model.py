@@ -135,13 +135,17 @@ def turn_pairs(x, cos, sin):
 
 
 def initialise(model, seed=0):
-    """Fill a model's weights for training, deterministically: zero output, small gates. Returns the model."""
+    """Fill a model's weights for training, deterministically. Returns the model.
+
+    Gates start small and the head starts as the inverse of the patch embedding, so the first output is about
+    the noisy input: the best guess at high noise, where most of the sampling happens.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.state_dict().items():
         values = torch.empty(weight.shape)
         if name.endswith("modulation"):
             values.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
-        elif name.endswith("bias") or name == "head.head.weight":
+        elif name.endswith("bias"):
             values.zero_()
         elif weight.ndim == 1:
             values.fill_(1.0)
@@ -152,6 +156,12 @@ def initialise(model, seed=0):
             bound = math.sqrt(6.0 / (fan_in + fan_out))
             values.uniform_(-bound, bound, generator=generator)
         weight.copy_(values)
+    patches = model.patch_embedding.weight.data
+    columns, _ = torch.linalg.qr(torch.randn(model.dim, 4 * model.channels, generator=generator))
+    patches.copy_(2.0 * columns.view_as(patches))
+    # the norm before the head makes tokens of spread 2 * sqrt(patch numbers / dim) one; undo both
+    inverse = columns.T.view(model.channels, 2, 2, -1).permute(1, 2, 0, 3).flatten(0, 2)
+    model.head.head.weight.data.copy_(inverse * math.sqrt(4 * model.channels / model.dim))
     return model
 
 

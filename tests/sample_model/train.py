@@ -136,7 +136,7 @@ def save_weights(weights, path, args, progress):
 
 @torch.no_grad()
 def report(model, args, device):
-    """Classifier counts for sampled clips at several steps and guidances; writes the pictures too."""
+    """(classifier counts at several steps and guidances, clips of the last); writes contact sheets too."""
     prompts = list(PROMPTS) * args.report_rounds
     found = {}
     for steps, cfg in args.report_settings:
@@ -147,8 +147,7 @@ def report(model, args, device):
         found[name] = {"clips": len(prompts), "shape": shape, "colour": colour, "both": both}
         print(f"{name}: {found[name]} in {seconds:.1f} s", flush=True)
         contact_sheet(clips[: len(PROMPTS)]).save(args.out / f"sheet_{steps}_{cfg:g}.png")
-    save_animation(clips[: len(PROMPTS)], args.out / "clips.webp")
-    return found
+    return found, clips[: len(PROMPTS)]
 
 
 def parse(argv):
@@ -190,5 +189,6 @@ def main(argv):
         return
     model = load_model(args.out / FILE_NAME, device)  # judge the file, rounded as it is
     summary = {"steps": progress.steps, "seconds": round(progress.seconds, 1)}
-    summary["right"] = report(model, args, device)
+    summary["right"], clips = report(model, args, device)
     (args.out / "report.json").write_text(json.dumps(summary, indent=1))
+    save_animation(clips, args.out / "clips.webp")

@@ -1,0 +1,37 @@
+"""The shipped sample model makes what its prompt says."""
+
+import pytest
+import torch
+from comfyui_vc_attention.nodes.sample_clip import PROMPTS
+from safetensors import safe_open
+from sample_model.classify import count_right
+from sample_model.model import load_model
+from sample_model.sample import WEIGHTS, sample_clips
+
+STEPS, CFG = 8, 1.0  # chosen: enough for shape and colour, and about a minute on two cores
+
+
+def test_file_is_small_and_ours():
+    assert WEIGHTS.stat().st_size < 16_000_000
+    with safe_open(str(WEIGHTS), "pt") as file:
+        assert file.metadata()["license"] == "Apache-2.0"
+        assert file.metadata()["prompts"] == ", ".join(PROMPTS)
+
+
+def test_sampled_clips_show_their_prompt():
+    prompts = list(PROMPTS) * 2
+    clips = sample_clips(load_model(WEIGHTS), prompts, batch=4, seed=7, steps=STEPS, cfg=CFG)
+    shape, colour, both = count_right(clips, prompts)
+    assert both >= 0.9 * len(prompts), f"shape right {shape}, colour right {colour} of {len(prompts)}"
+
+
+def test_clips_move():
+    clip = sample_clips(load_model(WEIGHTS), [PROMPTS[0]], seed=3, steps=STEPS, cfg=CFG)[0]
+    assert (clip[1:] - clip[:-1]).abs().mean() > 0.005
+
+
+@pytest.mark.gpu
+def test_half_precision_makes_the_same_clip():
+    exact, half = (load_model(WEIGHTS, "cuda", dtype) for dtype in (torch.float32, torch.float16))
+    a, b = (sample_clips(model, [PROMPTS[5]], seed=3, steps=STEPS, cfg=CFG) for model in (exact, half))
+    assert -10.0 * (a - b).square().mean().log10() > 30.0  # dB
