@@ -132,7 +132,7 @@ def print_machine(torch) -> list[Card]:
     cards, reason = cards_of(torch)
     toolkit = torch.version.cuda and f"CUDA {torch.version.cuda}"
     toolkit = toolkit or (torch.version.hip and f"ROCm {torch.version.hip}") or "no CUDA"
-    print(f"  python  {platform.python_version()}, {platform.system()} {platform.machine()}")
+    print(f"  python  {platform.python_version()} on {sys.platform} {platform.machine()}")
     print(f"  torch   {torch.__version__}, {toolkit}")
     print(f"  triton  {triton_version()}")
     print(f"  nvrtc   {nvrtc_state()}")
