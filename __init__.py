@@ -6,9 +6,9 @@ WEB_DIRECTORY = "./web"
 
 
 async def comfy_entrypoint():
-    """The pack's ComfyExtension; its node list is in nodes/__init__.py."""
+    """The pack's ComfyExtension; its node list is in nodes/extension.py."""
     try:
-        from .nodes import VCAttentionExtension
+        from .nodes.extension import VCAttentionExtension
     except Exception:
         # ComfyUI logs only str(error) for a failing entry point; keep the traceback.
         logging.getLogger("vc_attention").exception("ComfyUI-VC-Attention could not be loaded")

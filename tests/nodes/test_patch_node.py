@@ -4,7 +4,7 @@ import logging
 import pytest
 import torch
 from comfyui_vc_attention.kernels import KERNELS
-from comfyui_vc_attention.nodes import VCAttentionExtension
+from comfyui_vc_attention.nodes.extension import VCAttentionExtension
 from comfyui_vc_attention.nodes.model_patch import chain_depth
 from comfyui_vc_attention.nodes.patch_node import VCAttentionPatch, expected_problem
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
@@ -69,8 +69,8 @@ def test_the_extension_lists_the_nodes():
 
 def test_widgets_arrive_in_the_settings(make_model):
     patched, second = run_node(
-        make_model(), precision="8-bit", expcast="off", grouping_window=0.5, value_format="fp8", regroup_every=2,
-        clusters=64, start_percent=0.1, end_percent=0.9, exact_blocks="0,2-3", min_tokens=5,
+        make_model(), precision="8-bit", expcast="off", grouping_window=0.5, value_format="fp8",
+        regroup_every=2, clusters=64, start_percent=0.1, end_percent=0.9, exact_blocks="0,2-3", min_tokens=5,
     )  # fmt: skip
     settings = settings_of(patched)
     assert (settings.config.precision, settings.config.expcast) == ("8-bit", "off")
@@ -115,7 +115,7 @@ def test_auto_falls_back_and_says_why(make_model, caplog):
     "widgets", [{"precision": "8-bit"}, {"precision": "4-bit"}, {"kernel": "triton_int8_fp8"}]
 )
 def test_an_explicit_choice_that_cannot_run_raises_before_sampling(make_model, widgets):
-    with pytest.raises(ValueError, match="cannot run here: .*got cpu"):
+    with pytest.raises(ValueError, match=r"cannot run here: .*got cpu"):
         VCAttentionPatch.execute(make_model(), **widgets)
 
 

@@ -1,0 +1,15 @@
+"""The one list of nodes."""
+
+from comfy_api.latest import ComfyExtension
+
+from .patch_node import VCAttentionPatch
+from .sample_nodes import VCAttentionSample, VCAttentionSampleDecode
+
+NODES = (VCAttentionPatch, VCAttentionSample, VCAttentionSampleDecode)
+
+
+class VCAttentionExtension(ComfyExtension):
+    """What ComfyUI asks for this pack's nodes."""
+
+    async def get_node_list(self):
+        return list(NODES)
