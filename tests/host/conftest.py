@@ -1,4 +1,4 @@
-"""Tests against a real ComfyUI, in a Python that has its requirements; see test_host_suite.py for one that has not."""
+"""Tests against a real ComfyUI, in a Python that has its requirements (else see test_host_suite.py)."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ if HOST_READY:
 
 
 def pytest_collection_modifyitems(items):
-    """In a Python without ComfyUI's requirements the suite runs in ComfyUI's, started by test_host_suite.py."""
+    """A Python without ComfyUI's requirements runs the suite in ComfyUI's own: test_host_suite.py."""
     elsewhere = pytest.mark.skip(reason="runs under ComfyUI's Python, inside test_host_suite.py")
     for item in items:
         if COMFYUI and not HOST_READY and item.path.parent == HERE and item.path.name != "test_host_suite.py":
@@ -84,3 +84,9 @@ def sampling():
 def one_thread():
     """Two cores are shared with other work, and sums in one order are the same sums."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def to_api():
+    """to_api(ui workflow, object_info): the prompt that ComfyUI's page would queue."""
+    return load_by_path("workflow_api").to_api

@@ -1,4 +1,4 @@
-"""Sample a tiny model through ComfyUI's own code, as KSampler and KSamplerAdvanced do, and watch its attention."""
+"""Sample a tiny model through ComfyUI's own code, as its sampler nodes do, and watch its attention."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Tiny Wan checkpoints with random weights, in ComfyUI's own key layout: for wiring and per-call error, not pictures."""
+"""Tiny Wan checkpoints with random weights, in ComfyUI's key layout: for wiring and per-call error only."""
 
 import math
 from pathlib import Path

@@ -135,8 +135,8 @@ class FakeModel:
     def sample(self, sigmas, forward, conditions=(((1, 0), 40),), evaluations=None):
         """What ComfyUI does around forward(options, conditions), once per entry of conditions and evaluation.
 
-        conditions: (cond_or_uncond, text tokens) of each call of the model. evaluations: the sigmas at which the
-        sampler calls, by default one per step.
+        conditions: (cond_or_uncond, text tokens) of each call of the model. evaluations: the sigmas of
+        the sampler's calls, by default one per step.
         """
         guider = SimpleNamespace(model_patcher=self, model_options=copy_dicts(self.model_options))
         uuids = {which: uuid.uuid4() for which in (0, 1)}

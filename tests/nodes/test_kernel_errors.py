@@ -16,7 +16,7 @@ def test_out_of_memory_goes_through(error):
     "text", ["CUDA error: an illegal memory access was encountered", "CUDA error: misaligned address"]
 )
 def test_n20_a_lost_context_names_the_kernel_and_the_remedy(text):
-    with pytest.raises(CudaContextLost, match="CUDA context lost, restart ComfyUI .*triton_int8_fp8"):
+    with pytest.raises(CudaContextLost, match=r"CUDA context lost, restart ComfyUI .*triton_int8_fp8"):
         raise_unless_recoverable(RuntimeError(text), "triton_int8_fp8")
 
 

@@ -10,12 +10,12 @@ def test_block_lists():
 
 @pytest.mark.parametrize("text", ["a", "3-1", "1;2", "-1", "1-2-3"])
 def test_other_text_is_refused_with_its_words(text):
-    with pytest.raises(ValueError, match="exact_blocks .* got"):
+    with pytest.raises(ValueError, match=r"exact_blocks .* got"):
         parse_blocks(text)
 
 
 def test_range_must_not_be_reversed():
-    with pytest.raises(ValueError, match="start_percent must not exceed end_percent, got 0.6 and 0.5"):
+    with pytest.raises(ValueError, match=r"start_percent must not exceed end_percent, got 0\.6 and 0\.5"):
         PatchSettings(VCConfig(), start_percent=0.6, end_percent=0.5)
 
 
