@@ -7,6 +7,7 @@ run and the step plan wants; every other call goes to the override that was ther
 import contextlib
 import logging
 import sys
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,12 @@ from .attention_layout import key_mask_of, like_caller, split_heads
 from .families import AttentionCall, Family
 from .kernel_errors import raise_unless_recoverable
 from .patch_settings import PatchSettings
-from .run_report import say
+from .run_record import GROUPING, USUAL
+from .run_report import RunReport, say
 from .run_state import Forward, conditions
 from .sampling_hooks import FORWARD, KEY, OVERRIDE, SamplingHooks, chain_of
+
+KEPT_REPORTS = 8
 
 POSITIONAL = ("heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 
@@ -63,9 +67,18 @@ class Accepted:
     """A call that we take, and with what."""
 
     layer: Any  # key of its token order
+    block: int
     kernel: KernelSpec
     numerics: str
     key_mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A call that we leave alone, and why."""
+
+    reason: str
+    block: int | None = None  # known once the call is video self-attention
 
 
 class AttentionOverride:
@@ -74,6 +87,7 @@ class AttentionOverride:
     def __init__(self, settings: PatchSettings, family: Family, previous=None):
         self.settings = settings
         self.family = family
+        self.finished: deque[RunReport] = deque(maxlen=KEPT_REPORTS)  # newest last; the report node reads it
         self._vc_previous = previous  # public to other packs: makes the chain walkable
 
     # Step and block arrive in transformer_options, which ComfyUI's compile nodes do not guard: a traced
@@ -84,9 +98,10 @@ class AttentionOverride:
         out = self._take(args, kwargs, lambda: (q, k, v), release=None)
         if out is not None:
             return out
-        if self._vc_previous is not None:
-            return self._vc_previous(func, q, k, v, *args, **kwargs)
-        return func(q, k, v, *args, **kwargs)
+        with self._watch_usual(kwargs, q.device):
+            if self._vc_previous is not None:
+                return self._vc_previous(func, q, k, v, *args, **kwargs)
+            return func(q, k, v, *args, **kwargs)
 
     @torch.compiler.disable
     def container_function(self, q, k, v, *args, **kwargs):
@@ -100,6 +115,12 @@ class AttentionOverride:
         out = self._take(args, kwargs, lambda: tuple(box.peek() for box in boxes), release)
         if out is not None:
             return out
+        with self._watch_usual(kwargs, q.peek().device):
+            return self._hand_over(boxes, args, kwargs)
+
+    def _hand_over(self, boxes, args, kwargs):
+        """Boxes that we declined go to the previous override, else to ComfyUI."""
+        q, k, v = boxes
         previous = self._vc_previous
         if previous is None:
             return host_attention()(q, k, v, *args, **kwargs)
@@ -111,6 +132,13 @@ class AttentionOverride:
         )  # the plain override contract hands over the bare backend
         return previous(undecorated, *(box.take() for box in boxes), *args, **kwargs)
 
+    def _watch_usual(self, kwargs, device):
+        """Times what ComfyUI does with video self-attention that we left to it."""
+        forward = (kwargs.get("transformer_options") or {}).get(FORWARD)
+        if forward is None or forward.run.owner is not self or forward.left_block is None:
+            return contextlib.nullcontext()
+        return forward.run.report.record.timed(USUAL, device)
+
     def _take(self, args, kwargs, tensors, release):
         """The output, or None if the call is not ours (then counted, if a run of ours is on)."""
         host = HostCall.of(args, kwargs)
@@ -118,53 +146,61 @@ class AttentionOverride:
         if forward is None or forward.run.owner is not self:
             return None
         with paused_malloc_graph():
-            accepted = self._decide(forward, host, *tensors())
-            if isinstance(accepted, str):
-                forward.run.report.add_declined(accepted)
+            decision = self._decide(forward, host, *tensors())
+            if isinstance(decision, Declined):
+                self._count_declined(forward, decision.reason, decision.block)
                 return None
-            return self._run_kernel(forward, host, accepted, tensors, release)
+            return self._run_kernel(forward, host, decision, tensors, release)
 
-    def _decide(self, forward: Forward, host: HostCall, q, k, v) -> Accepted | str:
+    def _count_declined(self, forward: Forward, reason: str, block: int | None) -> None:
+        forward.left_block = block
+        forward.run.report.add_declined(reason, video=block is not None)
+        if block is not None:
+            forward.run.report.record.add(forward.plan.step, block, reason)
+
+    def _decide(self, forward: Forward, host: HostCall, q, k, v) -> Accepted | Declined:
         """Whether and how we take a call; else the reason, for the report."""
         run = forward.run
-        if not forward.plan.active:
-            return "outside start_percent..end_percent"
         if not host.low_precision:
-            return "opted out by the model"
+            return Declined("opted out by the model")
         if host.attn_precision == torch.float32:
-            return "asked for in float32 by the model"
+            return Declined("asked for in float32 by the model")
         try:
             q, k, v = split_heads(q, k, v, host.heads, host.skip_reshape)
         except ValueError as error:
-            return str(error)
+            return Declined(str(error))
         if q.shape[1] != k.shape[1]:
-            return "grouped-query heads"
+            return Declined("grouped-query heads")
         layer = run.family.layer(AttentionCall(q.shape, k.shape, v.shape, host.options), forward.notes)
         if isinstance(layer, str):
-            return layer
-        if layer.position in run.settings.exact_blocks:
-            return "kept exact by exact_blocks"
+            return Declined(layer)
+        block = layer.position
+        if not forward.plan.active:
+            return Declined("outside start_percent..end_percent", block)
+        if block in run.settings.exact_blocks:
+            return Declined("kept exact by exact_blocks", block)
         if q.shape[2] < run.settings.shortest:
-            return f"shorter than {run.settings.shortest} tokens"
+            return Declined(f"shorter than {run.settings.shortest} tokens", block)
         if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
-            return "last dimension not contiguous"
+            return Declined("last dimension not contiguous", block)
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "recorded into a CUDA graph"
+            return Declined("recorded into a CUDA graph", block)
         key_mask = None
         if host.mask is not None:
             batch, keys = k.shape[0], k.shape[2]
             key_mask = forward.mask_once(host.mask, lambda mask: key_mask_of(mask, batch, keys))
             if isinstance(key_mask, str):
-                return key_mask
+                return Declined(key_mask, block)
         choice = run.choose(AttentionProblem.of(q, k, v, run.config()))
         if choice.kernel is None:
-            return choice.reason
+            return Declined(choice.reason, block)
         key = forward.layer_key(layer, q.device, q.shape[1], q.shape[2], host.options)
-        return Accepted(key, choice.kernel, choice.recipe.numerics, key_mask)
+        return Accepted(key, block, choice.kernel, choice.recipe.numerics, key_mask)
 
     def _run_kernel(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, release):
         """The output; None if the kernel failed in a way that ComfyUI's attention can make good."""
         run, kernel = forward.run, accepted.kernel
+        name = f"{kernel.name} {accepted.numerics}"
         released = False
         first = tensors()[0]
         tokens = first.shape[2 if host.skip_reshape else 1]
@@ -172,11 +208,12 @@ class AttentionOverride:
         del first
         # broad, because every backend has its own errors; what must not be hidden is raised again
         try:
-            prepared = self._prepare(forward, host, accepted, tensors)
-            if release is not None and proof in _proven:
-                release()
-                released = True
-            out, _ = attend_call(prepared)
+            with run.report.record.timed(name, proof[1]):
+                prepared = self._prepare(forward, host, accepted, tensors)
+                if release is not None and proof in _proven:
+                    release()
+                    released = True
+                out, _ = attend_call(prepared)
         except Exception as error:
             raise_unless_recoverable(error, kernel.name)
             if released:
@@ -189,13 +226,14 @@ class AttentionOverride:
                     run.settings.node_id,
                     logging.WARNING,
                 )
-            run.report.add_declined(f"kernel {kernel.name} failed")
+            self._count_declined(forward, f"kernel {kernel.name} failed", accepted.block)
             return None
         _proven.add(proof)
         if release is not None and not released:
             release()
         grouped_step = forward.plan.step if forward.plan.grouping else None
-        run.report.add_taken(f"{kernel.name} {accepted.numerics}", tokens, grouped_step)
+        run.report.add_taken(name, tokens, grouped_step)
+        run.report.record.add(forward.plan.step, accepted.block, name)
         return like_caller(out, host.skip_output_reshape)
 
     def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
@@ -217,17 +255,19 @@ class AttentionOverride:
     def _grouping(self, forward: Forward, host: HostCall, accepted: Accepted, v) -> TokenGrouping:
         run, mask = forward.run, accepted.key_mask
 
+        record, step = run.report.record, forward.plan.step
+
         def make(rows_v, previous, rows):
-            return group_tokens(
-                rows_v, run.settings.config.clusters, previous, None if mask is None else mask[rows]
-            )
+            rows_mask = None if mask is None else mask[rows]
+            with record.timed(GROUPING, rows_v.device):
+                return group_tokens(rows_v, run.settings.config.clusters, previous, rows_mask)
 
         every = run.settings.regroup_every
-        grouping, made = run.store.grouping(
-            accepted.layer, conditions(host.options), v, make, forward.plan.step, every
-        )
+        grouping, made = run.store.grouping(accepted.layer, conditions(host.options), v, make, step, every)
         if made:
             run.report.add_groupings(made, run.store.held_bytes)
+            if mask is None:
+                record.add_energy(step, accepted.block, v, grouping.order)
         return grouping
 
 

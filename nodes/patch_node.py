@@ -8,6 +8,7 @@ from .families import family_of
 from .model_patch import patch_attention, remove_patch
 from .patch_settings import DEFAULT_MIN_TOKENS, PatchSettings, parse_blocks
 from .run_report import say
+from .status_events import send_status
 
 PRECISIONS = ["auto", "8-bit", "4-bit", "off"]
 KERNEL_NAMES = ["auto", *(spec.name for spec in KERNELS)]  # on every machine, so that workflows travel
@@ -188,6 +189,13 @@ def patch_model(model, settings: PatchSettings, explicit: bool):
             raise ValueError(f"VC-Attention cannot run here: {choice.reason}")
         say(f"not active, output is unchanged: {choice.reason}", settings.node_id)
         return remove_patch(model) or model
+    send_status(
+        settings.node_id,
+        "ready",
+        kernel=choice.kernel.name,
+        numerics=choice.recipe.numerics,
+        precision=settings.config.precision,
+    )
     return patch_attention(model, settings, family)
 
 

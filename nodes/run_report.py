@@ -1,37 +1,39 @@
 """What one sampling run did: counted while it runs, said once when it ends."""
 
 import logging
-import sys
 import threading
 from collections import Counter
+from typing import Any
+
+from .patch_settings import PatchSettings
+from .run_record import RunRecord
+from .status_events import send_status, show_text
 
 log = logging.getLogger("vc_attention")
 
 
 def say(text: str, node_id: str | None = None, level: int = logging.INFO) -> None:
-    """One log line, and the same text on the node if ComfyUI's server runs."""
+    """One log line, and the same text as a note on the node if ComfyUI's server runs."""
     log.log(level, "[VC-Attention] %s", text)
-    show(text, node_id)
-
-
-def show(text: str, node_id: str | None) -> None:
-    """Progress text on the node; nothing without a server or a node."""
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    if node_id is not None and hasattr(server, "send_progress_text"):
-        server.send_progress_text(text, node_id)
+    show_text(text, node_id)
+    send_status(node_id, "note", text=text)
 
 
 class RunReport:
     """Counts of one run. Threads of several GPUs may add to it at the same time.
 
-    received = taken + the sum of declined, always.
+    received = taken + the sum of declined, always. Of the declined, those that were video self-attention
+    are counted as video_calls too, with the taken ones: the calls that this pack is about.
     """
 
-    def __init__(self, model_name: str, steps: int = 0):
+    def __init__(self, model_name: str, steps: int = 0, settings: PatchSettings | None = None):
         self.model_name = model_name
         self.steps = steps
+        self.settings = settings
+        self.record = RunRecord()
         self.received = 0
         self.taken = 0
+        self.video_calls = 0
         self.declined: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()  # "<kernel> (<numerics>)" -> calls
         self.grouped_calls = 0
@@ -43,15 +45,17 @@ class RunReport:
         self.overwritten_by: str | None = None
         self._lock = threading.Lock()
 
-    def add_declined(self, reason: str) -> None:
+    def add_declined(self, reason: str, video: bool = False) -> None:
         with self._lock:
             self.received += 1
+            self.video_calls += video
             self.declined[reason] += 1
 
     def add_taken(self, kernel: str, tokens: int, grouped_step: int | None) -> None:
         with self._lock:
             self.received += 1
             self.taken += 1
+            self.video_calls += 1
             self.kernels[kernel] += 1
             self.tokens = max(self.tokens, tokens)
             if grouped_step is not None:
@@ -69,6 +73,32 @@ class RunReport:
             first = kernel not in self.failures
             self.failures.setdefault(kernel, message)
             return first
+
+    def status(self) -> dict[str, Any]:
+        """The counts so far, for the browser."""
+        with self._lock:
+            return {
+                "model": self.model_name,
+                "precision": self.settings.config.precision if self.settings else "",
+                "steps": self.steps,
+                "received": self.received,
+                "taken": self.taken,
+                "video_calls": self.video_calls,
+                "kernels": dict(self.kernels.most_common()),
+                "declined": dict(self.declined.most_common()),
+                "warning": self.warning(),
+            }
+
+    def warning(self) -> str | None:
+        """What a user should act on, in a sentence; None if all is well."""
+        if not self.received:
+            who = f"; {self.overwritten_by} replaced the attention" if self.overwritten_by else ""
+            return f"No attention call reached this node{who}"
+        if self.failures:
+            return "; ".join(f"{kernel} failed: {message}" for kernel, message in self.failures.items())
+        if not self.taken:
+            return f"None of {self.video_calls:,} video attention calls was taken"
+        return None
 
     def progress(self, step: int) -> str:
         """While the run goes on, on the node."""

@@ -117,7 +117,7 @@ class Run:
         self.family = family
         self.schedule = schedule
         self.store = GroupingStore()
-        self.report = RunReport(family.name, schedule.steps)
+        self.report = RunReport(family.name, schedule.steps, settings)
         self.plan: StepPlan | None = None
         self._choices: dict[AttentionProblem, Choice] = {}
         self._disabled: dict[str, str] = {}
@@ -153,6 +153,7 @@ class Run:
     def close(self) -> None:
         """Free what the run holds."""
         self.store.clear()
+        self.report.record.drop()
 
 
 class Forward:
@@ -162,6 +163,7 @@ class Forward:
         self.run = run
         self.plan = run.plan
         self.notes = ForwardNotes(text_tokens)
+        self.left_block: int | None = None  # block whose self-attention was last left to ComfyUI
         self._masks: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def layer_key(self, layer: Layer, device: torch.device, heads: int, tokens: int, options) -> Hashable:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 from .families import Family
 from .patch_settings import PatchSettings
-from .run_report import say, show
+from .report_text import report_text
+from .run_report import log
 from .run_state import Forward, Run
-from .step_schedule import StepSchedule
+from .status_events import send_status, show_text
+from .step_schedule import StepPlan, StepSchedule
 
 KEY = "vc_attention"  # of our wrappers and callbacks on a model
 OVERRIDE = "optimized_attention_override"  # ComfyUI's one slot for attention
@@ -43,7 +45,9 @@ class SamplingHooks:
         options = guider.model_options["transformer_options"]
         options[RUN] = run
         try:
-            return executor(*args, **kwargs)
+            sampled = executor(*args, **kwargs)
+            run.report.record.close(guider.model_patcher.load_device)
+            return sampled
         finally:
             options.pop(RUN, None)
             self._live.remove(run)
@@ -59,7 +63,7 @@ class SamplingHooks:
             timestep = args[1] if len(args) > 1 else kwargs["timestep"]
             plan = run.begin_evaluation(float(timestep.flatten()[0]))
             if before is not None and before.step != plan.step:
-                show(run.report.progress(before.step), self.settings.node_id)
+                self._show_progress(run, before)
         return executor(*args, **kwargs)
 
     def apply_model(
@@ -105,11 +109,20 @@ class SamplingHooks:
         self._live.append(run)
         return run
 
+    def _show_progress(self, run: Run, done: StepPlan) -> None:
+        node_id = self.settings.node_id
+        show_text(run.report.progress(done.step), node_id)
+        send_status(node_id, "step", **run.report.status(), step=done.step + 1, grouped=done.grouping)
+
     def _tell(self, run: Run, guider) -> None:
         report = run.report
         if not report.received:
             report.overwritten_by = replaced_by(guider, self.override)
-        say(report.summary(), self.settings.node_id, logging.INFO if report.received else logging.WARNING)
+        self.override.finished.append(report)
+        summary, node_id = report.summary(), self.settings.node_id
+        log.log(logging.INFO if report.received else logging.WARNING, "[VC-Attention] %s", summary)
+        show_text(summary, node_id)
+        send_status(node_id, "ended", **report.status(), report=report_text([report]))
 
 
 def replaced_by(guider, override) -> str | None:

@@ -1,0 +1,119 @@
+"""The report of finished runs as text: for people, for bug reports, without paths and user names."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .run_record import GROUPING, USUAL
+from .run_report import RunReport
+
+PACK_ROOT = Path(__file__).resolve().parents[1]
+
+# everything of a path up to its last separator; Windows folder names may hold spaces
+WINDOWS_PATH = r"[A-Za-z]:[\\/][^\"'\n|<>*?]*[\\/]"
+POSIX_PATH = r"(?<![\w.:/])~?/(?:[^\s\"'/]+/)+"
+
+
+def without_paths(text: str) -> str:
+    """The text with every path cut down to its last part. Module names of ComfyUI packs are paths, too."""
+    text = text.replace(str(Path.home()), "~")
+    return re.sub(POSIX_PATH, "", re.sub(WINDOWS_PATH, "", text))
+
+
+def pack_version() -> str:
+    """The version that pyproject.toml states, its only place."""
+    metadata = (PACK_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "([^"]+)"', metadata, re.MULTILINE)
+    return found[1] if found else "unknown"
+
+
+def comfyui_version() -> str:
+    try:
+        from comfyui_version import __version__
+    except ImportError:
+        return "unknown"
+    return __version__
+
+
+def machine_line() -> str:
+    """Pack, card, PyTorch and ComfyUI, on one line."""
+    card = "no NVIDIA GPU"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        card = f"{torch.cuda.get_device_name()} sm_{major}{minor}"
+    versions = f"torch {torch.__version__}, ComfyUI {comfyui_version()}"
+    return f"VC-Attention {pack_version()}: {card}, {versions}"
+
+
+def settings_line(report: RunReport) -> str:
+    """The node's choices, those first that change numbers."""
+    settings = report.settings
+    if settings is None:
+        return "unknown"
+    choices = {
+        "precision": settings.config.precision,
+        "expcast": settings.config.expcast,
+        "value_format": settings.config.value_format,
+        "kernel": settings.kernel,
+        "grouping_window": f"{settings.grouping_window:g}",
+        "regroup_every": settings.regroup_every,
+        "clusters": settings.config.clusters,
+        "percent": f"{settings.start_percent:g}..{settings.end_percent:g}",
+        "exact_blocks": ",".join(map(str, sorted(settings.exact_blocks))) or "none",
+        "min_tokens": settings.shortest,
+    }
+    return ", ".join(f"{name} {value}" for name, value in choices.items())
+
+
+def call_rows(report: RunReport) -> list[tuple[str, str, str]]:
+    """(what, calls, time) for each kernel, then for what was left to the usual attention."""
+    record = report.record
+
+    def duration(what):
+        calls, total = record.timed_calls[what], record.milliseconds.get(what, 0.0)
+        return f"{total / 1e3:.2f} s, {total / calls:.2f} ms each" if calls else ""
+
+    rows = [(name, f"{calls:,}", duration(name)) for name, calls in report.kernels.most_common()]
+    if record.timed_calls[GROUPING]:
+        rows.append(("  of it, grouping", f"{record.timed_calls[GROUPING]:,}", duration(GROUPING)))
+    if record.timed_calls[USUAL]:
+        rows.append((f"{USUAL} of the video", f"{record.timed_calls[USUAL]:,}", duration(USUAL)))
+    rows += [(f"left alone: {reason}", f"{calls:,}", "") for reason, calls in report.declined.most_common()]
+    return rows
+
+
+def run_lines(report: RunReport) -> list[str]:
+    """One run, without its machine."""
+    share = f"{report.taken:,} of {report.video_calls:,} video attention calls taken"
+    lines = [f"{report.model_name}, {report.steps} steps, up to {report.tokens:,} tokens: {share}"]
+    warning = report.warning()
+    if warning:
+        lines.append(f"! {warning}")
+    rows = call_rows(report)
+    width = max((len(row[0]) for row in rows), default=0)
+    calls_width = max((len(row[1]) for row in rows), default=0)
+    lines += [f"  {what:<{width}}  {calls:>{calls_width}}  {time}".rstrip() for what, calls, time in rows]
+    if report.grouped_steps:
+        lines.append(
+            f"  values grouped in {len(report.grouped_steps)} of {report.steps} steps, order made "
+            f"{report.groupings_made:,} times, {report.state_bytes / 2**20:.1f} MiB at most"
+        )
+    energy = report.record.mean_energy()
+    if energy:
+        lines.append(
+            f"  tile means removed {energy[1]:.0%} of the value energy, {energy[0]:.0%} in token order"
+        )
+    if report.record.peak_bytes:
+        lines.append(f"  PyTorch held {report.record.peak_bytes / 2**30:.2f} GiB at most since it started")
+    lines.append(f"  settings: {settings_line(report)}")
+    return lines
+
+
+def report_text(reports: Sequence[RunReport]) -> str:
+    """What the copy button and the report node give."""
+    lines = [machine_line()]
+    for report in reports:
+        lines += run_lines(report)
+    return without_paths("\n".join(lines))

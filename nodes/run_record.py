@@ -1,0 +1,112 @@
+"""One run, step by step and block by block: what ran, how long it took, what the tile means removed."""
+
+import contextlib
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import torch
+
+TILE = 128  # keys that share one mean
+SAMPLED_HEADS, SAMPLED_TILES = 4, 64  # chosen: enough for a percentage, a few MiB at any length
+USUAL = "usual attention"  # video self-attention that this pack left to ComfyUI
+GROUPING = "grouping"  # part of the kernels' time
+
+
+def spaced(count: int, wanted: int) -> slice:
+    """At most about wanted of count things, evenly spaced."""
+    return slice(None, None, max(1, count // wanted))
+
+
+def energy_shares(v: torch.Tensor, order: torch.Tensor) -> torch.Tensor | None:
+    """Share of the value energy that tile means remove: fp32 [2], in token order and in the given order.
+
+    v: [B, H, Lk, D]; order: int32 [B, H, Lk]. Estimated from a few heads and tiles of the first row, averaged
+    over tiles (Eq. 5). None below one tile. No host synchronisation.
+    """
+    tiles = v.shape[2] // TILE
+    if not tiles:
+        return None
+    heads = spaced(v.shape[1], SAMPLED_HEADS)
+    values = v[0, heads]
+    grouped = order[0, heads, : tiles * TILE].long()
+    plain = torch.arange(tiles * TILE, device=v.device).expand_as(grouped)
+    shares = []
+    for listed in (plain, grouped):
+        sampled = listed.unflatten(1, (tiles, TILE))[:, spaced(tiles, SAMPLED_TILES)].flatten(1)
+        rows = values.gather(1, sampled[..., None].expand(-1, -1, v.shape[3])).float()
+        rows = rows.unflatten(1, (-1, TILE))
+        removed = TILE * rows.mean(2).square().sum(-1)
+        shares.append((removed / rows.square().sum((-1, -2)).clamp_min(1e-30)).mean())
+    return torch.stack(shares)
+
+
+class RunRecord:
+    """Plain numbers once close() was called; until then it holds events and small tensors of the device."""
+
+    def __init__(self):
+        self.cells: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)  # (step, block) -> what ran
+        self.milliseconds: dict[str, float] = defaultdict(float)  # kernel, USUAL or GROUPING -> time
+        self.timed_calls: Counter[str] = Counter()
+        self.energy: dict[tuple[int, int], tuple[float, float]] = {}  # (step, block) -> token order, grouped
+        self.peak_bytes = 0  # most that PyTorch had allocated on the run's GPU
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._shares: dict[tuple[int, int], torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def add(self, step: int, block: int, what: str) -> None:
+        with self._lock:
+            self.cells[step, block][what] += 1
+
+    @contextlib.contextmanager
+    def timed(self, what: str, device: torch.device) -> Iterator[None]:
+        """Measure what happens inside, on the device's clock; nothing waits for it."""
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            yield
+            self._add_time(what, 1e3 * (time.perf_counter() - begin))
+            return
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        with self._lock:
+            self._events.append((what, start, end))
+
+    def add_energy(self, step: int, block: int, v: torch.Tensor, order: torch.Tensor) -> None:
+        shares = energy_shares(v, order)
+        if shares is not None:
+            with self._lock:
+                self._shares[step, block] = shares
+
+    def close(self, device: torch.device | None = None) -> None:
+        """Read what the device measured. This waits for it, so call it when sampling is over."""
+        for what, start, end in self._events:
+            end.synchronize()
+            self._add_time(what, start.elapsed_time(end))
+        self.energy = {where: tuple(shares.tolist()) for where, shares in self._shares.items()}
+        if device is not None and device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(device)
+        self.drop()
+
+    def drop(self) -> None:
+        """Free what lies on the device, read or not."""
+        self._events.clear()
+        self._shares.clear()
+
+    def _add_time(self, what: str, milliseconds: float) -> None:
+        with self._lock:
+            self.milliseconds[what] += milliseconds
+            self.timed_calls[what] += 1
+
+    def mean_energy(self) -> tuple[float, float] | None:
+        """Shares in token order and grouped, averaged over steps and blocks; None if nothing was grouped."""
+        if not self.energy:
+            return None
+        plain, grouped = zip(*self.energy.values(), strict=True)
+        return sum(plain) / len(plain), sum(grouped) / len(grouped)

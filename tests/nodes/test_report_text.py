@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+from comfyui_vc_attention.kernels import VCConfig
+from comfyui_vc_attention.nodes.patch_settings import PatchSettings
+from comfyui_vc_attention.nodes.report_text import pack_version, report_text, without_paths
+from comfyui_vc_attention.nodes.run_report import RunReport
+
+
+@pytest.fixture
+def report():
+    report = RunReport("Wan", 20, PatchSettings(VCConfig(), exact_blocks=frozenset({0, 39})))
+    for step in range(3):
+        report.add_taken("triton_int8_fp8 int8_fp8", 32760, 0 if step == 0 else None)
+        report.record.add(step, 0, "triton_int8_fp8 int8_fp8")
+    report.add_declined("kept exact by exact_blocks", video=True)
+    report.add_declined("cross-attention")
+    report.record.milliseconds["triton_int8_fp8 int8_fp8"] = 36.0
+    report.record.timed_calls["triton_int8_fp8 int8_fp8"] = 3
+    report.record.energy = {(0, 0): (0.08, 0.36)}
+    return report
+
+
+def test_report_tells_machine_calls_times_energy_and_settings(report):
+    text = report_text([report])
+    for part in (
+        f"VC-Attention {pack_version()}",
+        "torch ",
+        "3 of 4 video attention calls taken",
+        "0.04 s, 12.00 ms each",
+        "left alone: cross-attention",
+        "36% of the value energy, 8% in token order",
+        "exact_blocks 0,39",
+    ):
+        assert part in text
+
+
+def test_two_runs_share_one_machine_line(report):
+    assert report_text([report, report]).count("torch ") == 1
+
+
+def test_version_is_that_of_the_metadata(pack_root):
+    assert f'version = "{pack_version()}"' in (pack_root / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    "text, clean",
+    [
+        ("/home/ann/ComfyUI/custom_nodes/Other.nodes.patch on blocks", "Other.nodes.patch on blocks"),
+        (r"C:\Users\Ann Lee\ComfyUI\custom_nodes\Other failed", "Other failed"),
+        ("cannot open '/root/.cache/x/kernel.cubin'", "cannot open 'kernel.cubin'"),
+        ("~/models/wan.safetensors", "wan.safetensors"),
+        ("12 and/or 13, 3/4 of it", "12 and/or 13, 3/4 of it"),
+        (f"{Path.home()} is home", "~ is home"),
+    ],
+)
+def test_no_paths_and_no_user_names(text, clean):
+    assert without_paths(text) == clean
+
+
+def test_failures_are_cleaned_too(report):
+    report.add_failure("triton", "no such file: /home/ann/.triton/cache/x.so")
+    text = report_text([report])
+    assert "ann" not in text.split("! ")[1].splitlines()[0] and "x.so" in text
