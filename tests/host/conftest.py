@@ -90,3 +90,21 @@ def one_thread():
 def to_api():
     """to_api(ui workflow, object_info): the prompt that ComfyUI's page would queue."""
     return load_by_path("workflow_api").to_api
+
+
+@pytest.fixture
+def patch():
+    """patch(model, **widgets): the model under our node, on the reference kernel, short calls taken."""
+    from comfyui_vc_attention.nodes.patch_node import VCAttentionPatch
+
+    def run(model, **widgets):
+        defaults = {"kernel": "reference", "min_tokens": 1, "clusters": 4}
+        return VCAttentionPatch.execute(model, **{**defaults, **widgets}).args[0]
+
+    return run
+
+
+@pytest.fixture
+def watch(sampling):
+    """watch(patched): the same model with every attention call checked against ComfyUI's own."""
+    return lambda patched: sampling.Watch(patched)

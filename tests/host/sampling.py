@@ -89,3 +89,71 @@ class Spy:
         spied = model.clone()
         spied.model_options.setdefault("transformer_options", {})["optimized_attention_override"] = self
         return spied
+
+
+@dataclass
+class Seen:
+    """One attention call of a watched model."""
+
+    block: int | None
+    step_sigma: float
+    square: bool
+    taken: bool
+    error: float  # relative L2 against ComfyUI's own attention on the same tensors
+    conditions: int
+    grouping: bool | None  # what the run planned for this evaluation
+
+
+class Watch:
+    """Puts itself before our override and asks ComfyUI's attention the same question.
+
+    What was taken is told by whether the host's function was reached, not by our own counters.
+    """
+
+    def __init__(self, patched):
+        self.calls: list[Seen] = []
+        self.model = patched.clone()
+        options = self.model.model_options["transformer_options"]
+        self._vc_previous = options["optimized_attention_override"]
+        options["optimized_attention_override"] = self
+
+    def __call__(self, func, q, k, v, heads, *args, **kwargs):
+        reached = []
+
+        def host(*host_args, **host_kwargs):
+            reached.append(True)
+            return func(*host_args, **host_kwargs)
+
+        expected = func(q, k, v, heads, *args, **kwargs)
+        out = self._vc_previous(host, q, k, v, heads, *args, **kwargs)
+        options = kwargs["transformer_options"]
+        forward = options.get("vc_attention_forward")
+        self.calls.append(
+            Seen(
+                block=options.get("block_index"),
+                step_sigma=float(options["sigmas"][0]),
+                square=q.shape == k.shape,
+                taken=not reached,
+                error=float((out.float() - expected.float()).norm() / expected.float().norm()),
+                conditions=len(options["cond_or_uncond"]),
+                grouping=None if forward is None else forward.plan.grouping,
+            )
+        )
+        assert out.shape == expected.shape and out.dtype == expected.dtype
+        return out
+
+    @property
+    def taken(self):
+        return [call for call in self.calls if call.taken]
+
+    @property
+    def grouped_sigmas(self):
+        """The sigmas at which values were grouped, highest first."""
+        return sorted({round(call.step_sigma, 4) for call in self.taken if call.grouping}, reverse=True)
+
+
+def schedule(model, steps, scheduler="simple"):
+    """The sigmas of a whole run."""
+    import comfy.samplers
+
+    return comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), scheduler, steps)

@@ -16,7 +16,7 @@ KINDS = {
     "t2v": {"model_type": "t2v", "in_dim": 16, "out_dim": 16},
     "i2v": {"model_type": "i2v", "in_dim": 36, "out_dim": 16},
     "5b": {"model_type": "t2v", "in_dim": 48, "out_dim": 48},
-    "vace": {"model_type": "vace", "in_dim": 16, "out_dim": 16, "vace_layers": 2, "vace_in_dim": 96},
+    "vace": {"model_type": "vace", "in_dim": 16, "out_dim": 16, "vace_layers": 3, "vace_in_dim": 96},
 }
 
 
