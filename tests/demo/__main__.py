@@ -11,7 +11,7 @@ PACK_ROOT = HERE.parents[1]
 
 
 def alias(name, folder):
-    """Make a folder importable under a name, not running its __init__.py: that of nodes/ needs ComfyUI."""
+    """Make a folder importable under a name that is not its own."""
     module = types.ModuleType(name)
     module.__path__ = [str(folder)]
     sys.modules[name] = module
@@ -41,7 +41,6 @@ def main():
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (HERE, PACK_ROOT)]
     if not os.environ.get("COMFYUI_PATH"):
         alias("comfyui_vc_attention", PACK_ROOT)
-        alias("comfyui_vc_attention.nodes", PACK_ROOT / "nodes")
     alias("vc_demo", HERE)
     from vc_demo.demo import main as demo
 
