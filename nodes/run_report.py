@@ -22,8 +22,8 @@ def say(text: str, node_id: str | None = None, level: int = logging.INFO) -> Non
 class RunReport:
     """Counts of one run. Threads of several GPUs may add to it at the same time.
 
-    received = taken + the sum of declined, always. Of the declined, those that were video self-attention
-    are counted as video_calls too, with the taken ones: the calls that this pack is about.
+    received = taken + the sum of declined, always. Of the declined, left holds those that were video
+    self-attention: with the taken ones they are the calls that this pack is about.
     """
 
     def __init__(self, model_name: str, steps: int = 0, settings: PatchSettings | None = None):
@@ -33,7 +33,7 @@ class RunReport:
         self.record = RunRecord()
         self.received = 0
         self.taken = 0
-        self.video_calls = 0
+        self.left: Counter[str] = Counter()  # video self-attention that was declined, by reason
         self.declined: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()  # "<kernel> (<numerics>)" -> calls
         self.grouped_calls = 0
@@ -48,14 +48,13 @@ class RunReport:
     def add_declined(self, reason: str, video: bool = False) -> None:
         with self._lock:
             self.received += 1
-            self.video_calls += video
+            self.left[reason] += video
             self.declined[reason] += 1
 
     def add_taken(self, kernel: str, tokens: int, grouped_step: int | None) -> None:
         with self._lock:
             self.received += 1
             self.taken += 1
-            self.video_calls += 1
             self.kernels[kernel] += 1
             self.tokens = max(self.tokens, tokens)
             if grouped_step is not None:
@@ -74,6 +73,10 @@ class RunReport:
             self.failures.setdefault(kernel, message)
             return first
 
+    @property
+    def video_calls(self) -> int:
+        return self.taken + self.left.total()
+
     def status(self) -> dict[str, Any]:
         """The counts so far, for the browser."""
         with self._lock:
@@ -85,7 +88,7 @@ class RunReport:
                 "taken": self.taken,
                 "video_calls": self.video_calls,
                 "kernels": dict(self.kernels.most_common()),
-                "declined": dict(self.declined.most_common()),
+                "left": {reason: calls for reason, calls in self.left.most_common() if calls},
                 "warning": self.warning(),
             }
 

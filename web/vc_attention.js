@@ -14,10 +14,10 @@ const PATCH_NODES = ["VCAttentionPatch", "VCAttentionPatchWanVideo", "VCAttentio
 // text lands here instead of in a second box below ours.
 const WIDGET = "$$node-text-preview";
 const TYPE = "vc_attention_status";
-const HEIGHT = 76;
+const HEIGHT = 92;
 
 const STYLE = `
-.vc-attention { box-sizing: border-box; width: 100%; min-height: ${HEIGHT - 8}px; padding: 6px 8px; cursor: copy;
+.vc-attention { box-sizing: border-box; width: 100%; height: 100%; max-height: ${HEIGHT}px; padding: 6px 8px; cursor: copy;
   border-radius: 6px; background: var(--comfy-input-bg, #222); color: var(--input-text, #ddd);
   font: 11px/1.35 Inter, Arial, sans-serif; overflow: hidden; user-select: none; pointer-events: auto; }
 .vc-attention:focus-visible { outline: 1px solid #4b9fd5; }
@@ -36,6 +36,10 @@ const STYLE = `
 `;
 
 const count = (number) => Number(number ?? 0).toLocaleString("en-US");
+const counts = (table) =>
+  Object.entries(table ?? {})
+    .map(([what, calls]) => `${count(calls)} ${what}`)
+    .join(", ");
 
 /** Video self-attention calls and how many of them ran on a kernel of ours; text attention does not count. */
 export function share(status) {
@@ -56,7 +60,7 @@ export function headline(status) {
   if (status.phase === "ready") return `Ready: ${status.kernel}`;
   const percent = Math.floor(100 * share(status).taken);
   if (status.phase === "step") {
-    return `Step ${status.step} of ${status.steps}, values ${status.grouping ? "grouped" : "plain"}`;
+    return `Step ${status.step} of ${status.steps}, values ${status.grouped ? "grouped" : "plain"}`;
   }
   return `${percent}% of the video attention at ${status.precision}, ${status.steps} steps`;
 }
@@ -65,10 +69,10 @@ export function headline(status) {
 export function detail(status) {
   if (status.phase === "note") return status.hint ?? "";
   if (status.phase === "ready") return `${status.precision}, ${status.numerics}; waiting for the sampler`;
-  const kernels = Object.entries(status.kernels ?? {}).map(([name, calls]) => `${count(calls)} ${name}`);
-  const declined = Object.entries(status.declined ?? {}).map(([reason, calls]) => `${count(calls)} ${reason}`);
-  const ran = kernels.length ? kernels.join(", ") : `none of ${count(status.video_calls)} video calls`;
-  return declined.length ? `${ran} · usual attention: ${declined.join(", ")}` : ran;
+  const kernels = counts(status.kernels);
+  const left = counts(status.left);
+  const ran = `${kernels || count(status.taken)} of ${count(status.video_calls)} calls`;
+  return left ? `${ran}; left alone: ${left}` : ran;
 }
 
 /** What a click copies: the server's report, or, before it exists, the lines on the node. */
