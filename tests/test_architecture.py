@@ -21,7 +21,16 @@ SHIPPED = [*SOURCES, Path("__init__.py"), Path("install.py")]
 CUDA = below("kernels", suffixes=(".cu", ".cuh"))
 SMALL = [*SHIPPED, Path("dev.py"), *below("tests/demo", "tests/sample_model")]
 
-COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "latent_preview", "nodes", "server"}
+COMFYUI = {
+    "comfy",
+    "comfy_api",
+    "comfy_execution",
+    "comfyui_version",
+    "folder_paths",
+    "latent_preview",
+    "nodes",
+    "server",
+}
 # what each layer may import besides the standard library and its own relatives
 LAYERS = {
     "kernels": {"torch", "triton"},
