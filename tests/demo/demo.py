@@ -80,6 +80,8 @@ def save_side_by_side(runs: dict[str, Run], path: Path) -> None:
 def main(arguments) -> int:
     options = options_of(arguments)
     kernel = options.kernel or ("auto" if torch.cuda.is_available() else "reference")
+    if not WEIGHTS.exists():
+        raise SystemExit(f"the sample model's weights are missing: {WEIGHTS}")
     host, description = make_host()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     print(f"host    {description}\ndevice  {device}, torch {torch.__version__}")
