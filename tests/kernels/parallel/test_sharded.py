@@ -1,0 +1,97 @@
+"""Every engine with two processes on a CPU, and the state that its calls share."""
+
+import pytest
+import torch
+from comfyui_vc_attention.kernels import VCConfig, vc_attention
+from comfyui_vc_attention.kernels.parallel.sharded import ShardedAttention, refuse
+from comfyui_vc_attention.kernels.testing import relative_l2, sample_qkv
+
+MERGE_BOUND = 1.1  # of the error of one process: a shard's scales fit its own keys
+
+
+def test_ulysses_finds_the_order_of_one_process(outcome):
+    order = torch.cat([result["order"] for result in outcome.by_rank], 1)
+    assert order.equal(outcome.grouping.order)
+
+
+def test_ulysses_equals_one_process(outcome):
+    grouped = outcome.one_process(grouping=outcome.grouping)
+    assert relative_l2(outcome.output("ulysses"), grouped) < 1e-6
+    plain = outcome.one_process(config=VCConfig(demean=False))
+    assert relative_l2(outcome.output("ulysses after the window"), plain) < 1e-6
+
+
+def test_ring_stays_within_the_merge_bound(outcome):
+    alone = relative_l2(outcome.one_process(), outcome.exact)
+    assert outcome.error("ring") < MERGE_BOUND * alone
+
+
+def test_ring_groups_nothing(outcome):
+    assert outcome.output("ring in the window").equal(outcome.output("ring"))
+
+
+@pytest.mark.parametrize("fault", ["base 2", "missing mean"])
+def test_wrong_log_sum_exp_is_caught(outcome, fault):
+    alone = relative_l2(outcome.one_process(), outcome.exact)
+    assert outcome.error(f"ring, {fault}") > 5 * alone
+
+
+@pytest.fixture
+def qkv():
+    return sample_qkv("clustered", (1, 2, 160, 64))
+
+
+@pytest.fixture
+def sharded():
+    return ShardedAttention(VCConfig(clusters=4), kernel="reference")
+
+
+def test_without_a_step_values_keep_token_order(sharded, qkv):
+    assert sharded.attend(*qkv).equal(vc_attention(*qkv, sharded.config, kernel="reference"))
+    assert not sharded.groupings
+
+
+def test_orders_last_four_steps_and_go_after_the_window(sharded, qkv):
+    made_in = []
+    for step in range(10):
+        sharded.begin_forward(step, grouped=step < 6)
+        sharded.attend(*qkv)
+        made_in.append({made for made, _ in sharded.groupings.values()})
+    assert made_in == [{0}] * 4 + [{4}] * 2 + [set()] * 4
+
+
+def test_layers_and_halves_of_guidance_have_their_own_orders(sharded, qkv):
+    for branch in (0, 1):
+        sharded.begin_forward(0, grouped=True, branch=branch)
+        sharded.attend(*qkv)
+        sharded.attend(*qkv)
+    assert set(sharded.groupings) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_next_clip_starts_with_fresh_orders(sharded, qkv):
+    for step in (2, 0):
+        sharded.begin_forward(step, grouped=True)
+        sharded.attend(*qkv)
+    assert [made for made, _ in sharded.groupings.values()] == [0]
+
+
+def test_cross_attention_is_not_grouped_and_not_counted_as_a_layer(sharded, qkv):
+    q, k, v = qkv
+    sharded.begin_forward(0, grouped=True)
+    sharded.attend(q, k[:, :, :20], v[:, :, :20])
+    sharded.attend(q, k[:, :, :150], v[:, :, :150])  # padding cut off the keys
+    assert list(sharded.groupings) == [(0, 0)]
+
+
+def test_masked_keys_do_not_exist(sharded, qkv):
+    q, k, v = qkv
+    mask = torch.arange(160)[None] < 150
+    sharded.begin_forward(0, grouped=True)
+    masked = sharded.attend(q, k, v.masked_fill(~mask[0, :, None], torch.nan), key_mask=mask)
+    assert masked.isfinite().all()
+
+
+def test_refusals_name_the_engine_and_what_it_asked():
+    refuse("an engine", dropout=0.0, causal_mask=False)
+    with pytest.raises(ValueError, match="VC-Attention in an engine has no causal mask, softcap"):
+        refuse("an engine", causal_mask=True, softcap=1.0)
