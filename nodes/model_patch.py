@@ -19,7 +19,7 @@ from .attention_layout import key_mask_of, like_caller, split_heads
 from .families import AttentionCall, Family
 from .kernel_errors import raise_unless_recoverable
 from .patch_settings import PatchSettings
-from .run_record import GROUPING, USUAL
+from .run_record import GROUPING, USUAL, ErrorProbe
 from .run_report import RunReport, say
 from .run_state import Forward, conditions
 from .sampling_hooks import FORWARD, KEY, OVERRIDE, SamplingHooks, chain_of
@@ -208,6 +208,7 @@ class AttentionOverride:
         del first
         # broad, because every backend has its own errors; what must not be hidden is raised again
         try:
+            probe = self._probe(forward, host, accepted, name, tensors)
             with run.report.record.timed(name, proof[1]):
                 prepared = self._prepare(forward, host, accepted, tensors)
                 if release is not None and proof in _proven:
@@ -234,7 +235,17 @@ class AttentionOverride:
         grouped_step = forward.plan.step if forward.plan.grouping else None
         run.report.add_taken(name, tokens, grouped_step)
         run.report.record.add(forward.plan.step, accepted.block, name)
+        if probe is not None:
+            error = probe.relative_l2(out)
+            run.report.record.add_error(accepted.block, name, forward.plan.grouping, error)
         return like_caller(out, host.skip_output_reshape)
+
+    def _probe(self, forward: Forward, host: HostCall, accepted: Accepted, name, tensors):
+        """A few exact rows of the first such call of a block, so that the report can tell its error."""
+        record, grouped = forward.run.report.record, forward.plan.grouping
+        if accepted.key_mask is not None or not record.wants_error(accepted.block, name, grouped):
+            return None
+        return ErrorProbe(*split_heads(*tensors(), host.heads, host.skip_reshape), host.scale)
 
     def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
         """First half of the call, in a frame of its own: once it returns, nothing refers to q, k or v."""

@@ -133,11 +133,9 @@ def advanced_inputs():
             tooltip="Value groups per head. More: smaller error, a little more time.",
         ),
         percent_input(
-            "start_percent", 0.0, "Denoising before this point keeps the usual attention. 0: none of it."
+            "start_percent", 0.0, "Denoising before this point keeps the usual attention; 0: none."
         ),
-        percent_input(
-            "end_percent", 1.0, "Denoising after this point keeps the usual attention. 1: none of it."
-        ),
+        percent_input("end_percent", 1.0, "Denoising after this point keeps the usual attention; 1: none."),
         io.String.Input(
             "exact_blocks",
             default="",

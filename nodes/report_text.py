@@ -9,6 +9,8 @@ import torch
 from .run_record import GROUPING, USUAL
 from .run_report import RunReport
 
+WORST_BLOCKS = 5
+
 PACK_ROOT = Path(__file__).resolve().parents[1]
 
 # everything of a path up to its last separator; Windows folder names may hold spaces
@@ -105,6 +107,13 @@ def run_lines(report: RunReport) -> list[str]:
         lines.append(
             f"  tile means removed {energy[1]:.0%} of the value energy, {energy[0]:.0%} in token order"
         )
+    errors = report.record.block_errors()
+    if errors:
+        worst = ", ".join(f"{block} ({error:.2%})" for block, error in errors[:WORST_BLOCKS])
+        mean = sum(error for _, error in errors) / len(errors)
+        lines.append(f"  measured error of a call: {mean:.2%} on average over blocks; worst blocks {worst}")
+    if report.record.seconds:
+        lines.append(f"  sampling took {report.record.seconds:.1f} s")
     if report.record.peak_bytes:
         lines.append(f"  PyTorch held {report.record.peak_bytes / 2**30:.2f} GiB at most since it started")
     lines.append(f"  settings: {settings_line(report)}")

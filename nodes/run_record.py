@@ -10,6 +10,7 @@ import torch
 
 TILE = 128  # keys that share one mean
 SAMPLED_HEADS, SAMPLED_TILES = 4, 64  # chosen: enough for a percentage, a few MiB at any length
+PROBED_HEADS, PROBED_ROWS = 2, 32  # chosen: tells blocks apart, costs about a thousandth of the call
 USUAL = "usual attention"  # video self-attention that this pack left to ComfyUI
 GROUPING = "grouping"  # part of the kernels' time
 
@@ -42,6 +43,21 @@ def energy_shares(v: torch.Tensor, order: torch.Tensor) -> torch.Tensor | None:
     return torch.stack(shares)
 
 
+class ErrorProbe:
+    """A few query rows of the exact output of one call, in the call's dtype, to compare the kernel's with."""
+
+    def __init__(self, q, k, v, scale: float | None):
+        """q: [B, H, Lq, D]; k, v: [B, H, Lk, D]; only the first batch row is looked at."""
+        self._rows = (slice(0, 1), spaced(q.shape[1], PROBED_HEADS), spaced(q.shape[2], PROBED_ROWS))
+        first = self._rows[:2]
+        attention = torch.nn.functional.scaled_dot_product_attention
+        self._exact = attention(q[self._rows], k[first], v[first], scale=scale).float()
+
+    def relative_l2(self, out: torch.Tensor) -> torch.Tensor:
+        """Error of out [B, H, Lq, D] in the probed rows: a 0-dim tensor, no host synchronisation."""
+        return (out[self._rows].float() - self._exact).norm() / self._exact.norm().clamp_min(1e-30)
+
+
 class RunRecord:
     """Plain numbers once close() was called; until then it holds events and small tensors of the device."""
 
@@ -50,9 +66,13 @@ class RunRecord:
         self.milliseconds: dict[str, float] = defaultdict(float)  # kernel, USUAL or GROUPING -> time
         self.timed_calls: Counter[str] = Counter()
         self.energy: dict[tuple[int, int], tuple[float, float]] = {}  # (step, block) -> token order, grouped
+        self.errors: dict[tuple[int, str, bool], float] = {}  # (block, kernel, grouped) -> relative L2
+        self.seconds = 0.0  # of the whole sampler call
         self.peak_bytes = 0  # most that PyTorch had allocated on the run's GPU
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._shares: dict[tuple[int, int], torch.Tensor] = {}
+        self._errors: dict[tuple[int, str, bool], torch.Tensor | None] = {}
+        self._begin = time.perf_counter()
         self._lock = threading.Lock()
 
     def add(self, step: int, block: int, what: str) -> None:
@@ -84,12 +104,25 @@ class RunRecord:
             with self._lock:
                 self._shares[step, block] = shares
 
+    def wants_error(self, block: int, what: str, grouped: bool) -> bool:
+        """Whether this is the run's first such call: one measured call per block is enough."""
+        with self._lock:
+            first = (block, what, grouped) not in self._errors
+            self._errors.setdefault((block, what, grouped), None)
+            return first
+
+    def add_error(self, block: int, what: str, grouped: bool, error: torch.Tensor) -> None:
+        with self._lock:
+            self._errors[block, what, grouped] = error
+
     def close(self, device: torch.device | None = None) -> None:
         """Read what the device measured. This waits for it, so call it when sampling is over."""
         for what, start, end in self._events:
             end.synchronize()
             self._add_time(what, start.elapsed_time(end))
         self.energy = {where: tuple(shares.tolist()) for where, shares in self._shares.items()}
+        self.errors = {key: float(error) for key, error in self._errors.items() if error is not None}
+        self.seconds = time.perf_counter() - self._begin
         if device is not None and device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(device)
         self.drop()
@@ -98,11 +131,19 @@ class RunRecord:
         """Free what lies on the device, read or not."""
         self._events.clear()
         self._shares.clear()
+        self._errors.clear()
 
     def _add_time(self, what: str, milliseconds: float) -> None:
         with self._lock:
             self.milliseconds[what] += milliseconds
             self.timed_calls[what] += 1
+
+    def block_errors(self) -> list[tuple[int, float]]:
+        """(block, largest relative L2 measured in it), worst first."""
+        worst: dict[int, float] = {}
+        for (block, _, _), error in self.errors.items():
+            worst[block] = max(error, worst.get(block, 0.0))
+        return sorted(worst.items(), key=lambda item: -item[1])
 
     def mean_energy(self) -> tuple[float, float] | None:
         """Shares in token order and grouped, averaged over steps and blocks; None if nothing was grouped."""

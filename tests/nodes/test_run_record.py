@@ -1,8 +1,8 @@
 import pytest
 import torch
 from comfyui_vc_attention.kernels import group_tokens
-from comfyui_vc_attention.kernels.testing import energy_removed, sample_qkv
-from comfyui_vc_attention.nodes.run_record import RunRecord, energy_shares
+from comfyui_vc_attention.kernels.testing import energy_removed, exact_attention, relative_l2, sample_qkv
+from comfyui_vc_attention.nodes.run_record import ErrorProbe, RunRecord, energy_shares
 
 
 def test_energy_shares_match_the_measure_of_the_kernels_tests():
@@ -53,6 +53,26 @@ def test_energy_is_read_when_closed_and_dropped_otherwise():
     dropped.close()
     assert record.mean_energy() == pytest.approx(energy_shares(v, order).tolist())
     assert dropped.mean_energy() is None
+
+
+def test_probe_estimates_the_error_of_the_whole_call():
+    q, k, v = sample_qkv("clustered", (2, 3, 700, 64))
+    exact = exact_attention(q, k, v)[0].float()
+    out = exact + 0.05 * exact.std() * torch.randn(exact.shape, generator=torch.Generator().manual_seed(0))
+    estimate = float(ErrorProbe(q, k, v, None).relative_l2(out))
+    assert estimate == pytest.approx(relative_l2(out, exact), rel=0.1)
+
+
+def test_one_error_per_block_kernel_and_grouping_worst_first():
+    record = RunRecord()
+    assert record.wants_error(0, "k", True) and not record.wants_error(0, "k", True)
+    for block, grouped, error in ((0, True, 0.01), (0, False, 0.02), (1, True, 0.03)):
+        record.wants_error(block, "k", grouped)
+        record.add_error(block, "k", grouped, torch.tensor(error))
+    record.wants_error(2, "k", False)  # asked for, but the kernel failed
+    record.close()
+    assert [block for block, _ in record.block_errors()] == [1, 0]
+    assert dict(record.block_errors())[0] == pytest.approx(0.02)
 
 
 @pytest.mark.gpu
