@@ -86,7 +86,51 @@ class Wan(Family):
         return Layer(str(call.options.get("block_type", "double")), index, index)
 
 
-FAMILIES: tuple[Family, ...] = (Wan(),)
+class HunyuanVideo(Family):
+    """HunyuanVideo and HunyuanVideo-1.5: text and video in one sequence. Blocks are numbered in their list
+    (first "double", then "single"), the text refiner's calls carry no number."""
+
+    name = "HunyuanVideo"
+    classes = (("comfy.ldm.hunyuan_video.model", "HunyuanVideo"),)
+
+    def owns(self, diffusion_model):
+        # HunyuanImage is the same class with flat patches
+        return super().owns(diffusion_model) and len(getattr(diffusion_model, "patch_size", (1, 1, 1))) == 3
+
+    def layer(self, call, notes):
+        index = call.options.get("block_index")
+        if index is None:
+            return "text refiner"
+        if not call.square:
+            return "cross-attention"
+        kind = str(call.options.get("block_type", "double"))
+        if kind == "double":
+            notes.counts["double blocks"] = call.options.get("total_blocks", index + 1)
+            return Layer(kind, index, index)
+        return Layer(kind, index, index + notes.counts.get("double blocks", 0))
+
+
+class MiniMaxH3(Family):
+    """MiniMax-H3: text, references, audio and video in one sequence, one batch row. ComfyUI 0.38 numbers its
+    blocks; before that, the place in the forward is the number."""
+
+    name = "MiniMax-H3"
+    classes = (("comfy.ldm.minimax.model", "MiniMaxH3Model"),)
+
+    def layer(self, call, notes):
+        if not call.square:
+            return "cross-attention"
+        index = call.options.get("block_index")
+        if index is None:
+            if "minimax_h3_layout" in call.options:
+                return "text refiner"
+            # a low-memory node asks for the heads of a block in several calls
+            chunks = max(1, int(call.options.get("minimax_head_chunks") or 1))
+            index = notes.count("blocks") // chunks
+        return Layer("double", index, index)
+
+
+FAMILIES: tuple[Family, ...] = (Wan(), HunyuanVideo(), MiniMaxH3())
 
 
 def family_of(diffusion_model) -> Family | None:

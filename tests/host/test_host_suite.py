@@ -11,7 +11,7 @@ pytestmark = pytest.mark.comfyui
 
 
 def test_the_comfyui_tests_pass_under_comfyuis_python(host_ready, comfyui_python, comfyui_path, pack_root):
-    """COMFYUI_PYTHON names that Python (it needs pytest too); without it, ComfyUI's own venv is looked for."""
+    """COMFYUI_PYTHON names that Python (it needs pytest too); else ComfyUI's own venv is looked for."""
     if host_ready:
         pytest.skip("this Python has ComfyUI's requirements, so the tests run here")
     if Path(comfyui_python) == Path(sys.executable):

@@ -88,3 +88,62 @@ def test_derived_models_belong_to_their_family():
 def test_unknown_models_belong_to_none(path):
     """N22: only models that were validated are touched."""
     assert family_of(diffusion_model(path)) is None
+
+
+HUNYUAN = "comfy.ldm.hunyuan_video.model.HunyuanVideo"
+H3 = "comfy.ldm.minimax.model.MiniMaxH3Model"
+
+
+@pytest.mark.parametrize("model", ["tiny_hunyuan_video", "tiny_hunyuan_video15"])
+def test_every_recorded_hunyuan_call_is_told_apart(recorded, model):
+    entry = recorded["models"][model]
+    family = family_of(diffusion_model(entry["dit_class"]))
+    for record in entry["calls"]:
+        layer = family.layer(call_of(record, index=1), ForwardNotes())
+        if record["kind"] == "text_refiner":
+            assert layer == "text refiner"
+        else:
+            assert layer.kind == record["options"]["block_type"] and layer.index == 1
+
+
+def test_hunyuan_single_blocks_count_on_after_the_double_ones():
+    """exact_blocks names a block by its place in the model; the host's numbers start again."""
+    family, notes = family_of(diffusion_model(HUNYUAN)), ForwardNotes()
+    shape = (1, 3, 64, 128)
+    seen = []
+    for kind, total in (("double", 20), ("single", 40)):
+        for index in (0, total - 1):
+            options = {"block_type": kind, "block_index": index, "total_blocks": total}
+            seen.append(family.layer(AttentionCall(shape, shape, shape, options), notes).position)
+    assert seen == [0, 19, 20, 59]
+
+
+def test_flat_patches_are_an_image_model():
+    made = diffusion_model(HUNYUAN)
+    made.patch_size = [2, 2]
+    assert family_of(made) is None
+    made.patch_size = [1, 2, 2]
+    assert family_of(made).name == "HunyuanVideo"
+
+
+def h3_blocks(options=(), calls=50, tokens=838):
+    family, notes = family_of(diffusion_model(H3)), ForwardNotes()
+    shape = (1, 56, tokens, 128)
+    return [family.layer(AttentionCall(shape, shape, shape, dict(options)), notes) for _ in range(calls)]
+
+
+def test_d12_h3_blocks_are_counted_where_the_host_does_not_number_them():
+    for _ in range(3):  # cond, uncond, and again after an aborted forward: notes are new each time
+        assert [layer.index for layer in h3_blocks()] == list(range(50))
+    h3_blocks(calls=17)
+    assert h3_blocks()[0].index == 0
+
+
+def test_h3_head_groups_belong_to_one_block():
+    assert [layer.index for layer in h3_blocks({"minimax_head_chunks": 4}, calls=8)] == [0] * 4 + [1] * 4
+
+
+def test_h3_of_newer_hosts_numbers_blocks_and_shows_its_refiner():
+    layout = {"minimax_h3_layout": object()}
+    assert h3_blocks(layout, calls=2, tokens=64) == ["text refiner"] * 2
+    assert h3_blocks({**layout, "block_index": 7}, calls=1) == [Layer("double", 7, 7)]

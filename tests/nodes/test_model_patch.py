@@ -14,6 +14,10 @@ from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
 
 LIMIT = 0.05  # relative L2 of one 8-bit call on N(0, 1), float32 in
+RECORDED_MODELS = (
+    *("tiny_wan", "tiny_wan_i2v", "tiny_wan22_5b", "tiny_wan22_high+low"),
+    *("tiny_hunyuan_video", "tiny_hunyuan_video15", "tiny_minimax_h3"),
+)
 
 
 def host_func(
@@ -468,33 +472,48 @@ def test_what_must_not_be_swallowed_goes_through_and_frees_the_run(patched, monk
     assert kept and kept[0].held_bytes == 0
 
 
-def test_replay_of_every_recorded_call(patched, recorded, make_model):
-    """Each call that ComfyUI made for Wan, with its strides, dtype, arguments and options."""
-    for name, entry in recorded["models"].items():
-        if "WanModel" not in entry["dit_class"]:
-            continue
-        for record in entry["calls"]:
-            if record["q"][0][1] == record["k"][0][1] == 512:
-                continue  # by order; tests/nodes/test_families.py
-            replay(
-                patched(make_model(), grouping_window=0.0), record, taken=record["kind"] == "self", name=name
-            )
+SELF_ATTENTION = ("self", "joint_self")
 
 
-def replay(model, record, taken, name):
+@pytest.mark.parametrize("name", RECORDED_MODELS)
+def test_replay_of_every_recorded_call(patched, recorded, make_model, name):
+    """Each call that ComfyUI made, with its strides, dtype, arguments, options and mask."""
+    entry = recorded["models"][name]
+    for record in entry["calls"]:
+        if record["q"][0][1] == record["k"][0][1] == 512 or not record["reaches_override"]:
+            continue  # told by order: tests/nodes/test_families.py; or never seen
+        model = make_model(*entry["dit_class"].rsplit(".", 1))
+        replay(patched(model, grouping_window=0.0), record, record["kind"] in SELF_ATTENTION)
+
+
+def replay(model, record, taken):
     generator = torch.Generator().manual_seed(1)
     qkv = [strided(*record[part], generator) for part in ("q", "k", "v")]
-    arguments = {**record["kwargs"]}
+    arguments = {**record["kwargs"], "mask": recorded_mask(record["mask"])}
     places = [arguments.pop("heads", record["heads"])] if record["positional"] == 4 else []
 
     def forward(options):
         options.update({key: 0 if value == "int" else value for key, value in record["options"].items()})
         options.pop("context_window", None)
+        if options.get("block_index") == "absent":
+            del options["block_index"]
         return call(options, *qkv, *places, **arguments)
 
     (out, reached_host), *_ = model.sample([1.0, 0.0], forward, conditions=(((1, 0), 512),))
-    assert reached_host == int(not taken), (name, record)
+    assert reached_host == int(not taken), record
     assert list(out.shape) == record["out"] and out.dtype == qkv[0].dtype
+    if taken:
+        expected = host_func(*qkv, *places, **arguments)
+        assert relative_l2(out.float(), expected.float()) < LIMIT
+
+
+def recorded_mask(record):
+    """A mask of the recorded shape that hides the last eighth of the text, which comes first."""
+    if record is None:
+        return None
+    mask = torch.zeros(record[0], dtype=getattr(torch, record[2]))
+    mask[..., 42:48] = -3.39e38
+    return mask
 
 
 def strided(shape, strides, dtype, generator):
