@@ -44,15 +44,20 @@ class SamplingHooks:
         run = self._begin(guider, args[3] if len(args) > 3 else kwargs["sigmas"])
         options = guider.model_options["transformer_options"]
         options[RUN] = run
+        completed = False
         try:
             sampled = executor(*args, **kwargs)
             run.report.record.close(guider.model_patcher.load_device)
+            completed = True
             return sampled
         finally:
             options.pop(RUN, None)
             self._live.remove(run)
             run.close()
-            self._tell(run, guider)
+            if (
+                completed or run.report.received
+            ):  # a prompt that failed before its first call says nothing of us
+                self._tell(run, guider)
 
     def predict_noise(self, executor, *args, **kwargs):
         """One model evaluation, for every sampler: the only place that reads sigma to the host."""

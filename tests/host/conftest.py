@@ -53,22 +53,17 @@ def host_ready() -> bool:
 
 
 @pytest.fixture(scope="session")
-def tiny_wan():
-    """The module that writes tiny checkpoints."""
-    return load_by_path("tiny_wan")
-
-
-@pytest.fixture(scope="session")
-def load_tiny(tiny_wan, tmp_path_factory):
+def load_tiny(tmp_path_factory):
     """load_tiny(kind, seed): a ModelPatcher of a tiny checkpoint, written once."""
     folder = tmp_path_factory.mktemp("checkpoints")
+    writers = [load_by_path(name) for name in ("tiny_wan", "tiny_joint")]
 
     def load(kind="t2v", seed=0):
         import comfy.sd
 
         path = folder / f"{kind}_{seed}.safetensors"
         if not path.exists():
-            tiny_wan.write(path, kind, seed)
+            next(writer for writer in writers if kind in writer.KINDS).write(path, kind, seed)
         return comfy.sd.load_diffusion_model(str(path))
 
     return load

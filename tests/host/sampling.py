@@ -4,27 +4,44 @@ from dataclasses import dataclass, field
 
 import torch
 
-CHANNELS = {"t2v": 16, "i2v": 16, "5b": 48, "vace": 16}
+CHANNELS = {"t2v": 16, "i2v": 16, "5b": 48, "vace": 16, "hunyuan": 16, "hunyuan15": 32, "h3": 24}
+TEXT_WIDTH = {"hunyuan": 64, "hunyuan15": 64, "h3": 64}  # of the tiny models; 4096 for Wan
 SIZE = (3, 8, 8)  # latent frames, height, width: 48 tokens after 2 x 2 patches
+SIZES = {"hunyuan15": (3, 4, 4), "h3": (7, 8, 8)}
 
 
-def conditioning(kind="t2v", text_tokens=40, seed=1):
-    """(positive, negative) as a text encoder node would give them."""
+def text(kind, length, generator, padded=0):
+    """One conditioning as a text encoder node gives it; the last padded tokens are masked."""
+    extra = {}
+    if kind == "i2v":
+        image = torch.randn(1, 257, 1280, generator=generator)
+        extra["clip_vision_output"] = type("ClipVision", (), {"penultimate_hidden_states": image})()
+    if kind.startswith("hunyuan"):
+        extra["pooled_output"] = torch.randn(1, 768, generator=generator)
+        extra["guidance"] = 8.0  # 1000 times it is a bf16 number
+    if kind == "h3":
+        extra["minimax_token_tags"] = torch.ones(length, dtype=torch.long)
+    if padded:
+        extra["attention_mask"] = (torch.arange(length) < length - padded).long()[None]
+    return [[torch.randn(1, length, TEXT_WIDTH.get(kind, 4096), generator=generator), extra]]
+
+
+def conditioning(kind="t2v", text_tokens=40, seed=1, padded=0):
+    """(positive, negative)"""
     generator = torch.Generator().manual_seed(seed)
-
-    def one(length):
-        extra = {}
-        if kind == "i2v":
-            image = torch.randn(1, 257, 1280, generator=generator)
-            extra["clip_vision_output"] = type("ClipVision", (), {"penultimate_hidden_states": image})()
-        return [[torch.randn(1, length, 4096, generator=generator), extra]]
-
     lengths = (text_tokens, text_tokens) if isinstance(text_tokens, int) else text_tokens
-    return one(lengths[0]), one(lengths[1])
+    return tuple(text(kind, length, generator, padded) for length in lengths)
 
 
-def empty_latent(kind="t2v", batch=1, size=SIZE):
-    return torch.zeros(batch, CHANNELS[kind], *size)
+def empty_latent(kind="t2v", batch=1, size=None):
+    frames, height, width = size or SIZES.get(kind, SIZE)
+    video = torch.zeros(batch, CHANNELS[kind], frames, height, width)
+    if kind != "h3":
+        return video
+    import comfy.nested_tensor
+
+    audio_frames = round((((frames - 2) // 5) * 17 + 5) / 24 * 40)  # the sound of as many video frames
+    return comfy.nested_tensor.NestedTensor((video, torch.zeros(batch, 32, 2, audio_frames)))
 
 
 def sample(
@@ -36,7 +53,8 @@ def sample(
     kind="t2v",
     seed=0,
     batch=1,
-    size=SIZE,
+    size=None,
+    padded=0,
     text_tokens=40,
     latent=None,
     callback=None,
@@ -45,7 +63,7 @@ def sample(
     """The latent after sampling; more goes to comfy.sample.sample (denoise, start_step, last_step, ...)."""
     import comfy.sample
 
-    positive, negative = conditioning(kind, text_tokens)
+    positive, negative = conditioning(kind, text_tokens, padded=padded)
     image = empty_latent(kind, batch, size) if latent is None else latent
     with torch.inference_mode():
         if more.get("disable_noise"):

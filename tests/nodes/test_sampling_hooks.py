@@ -119,6 +119,15 @@ def test_zero_calls_name_a_replaced_block(model, simple_sigmas, caplog):
     assert "sparse_block replaced" in caplog.messages[-1]
 
 
+def test_a_prompt_that_fails_before_any_call_is_not_blamed_on_others(model, simple_sigmas, caplog):
+    def forward(options):
+        raise RuntimeError("no such conditioning")
+
+    with caplog.at_level(logging.INFO, "vc_attention"), pytest.raises(RuntimeError):
+        model.sample(simple_sigmas(2), forward)
+    assert not caplog.messages
+
+
 def test_progress_is_shown_once_per_step(model, simple_sigmas, monkeypatch):
     from comfyui_vc_attention.nodes import sampling_hooks
 
