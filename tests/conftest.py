@@ -16,6 +16,26 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+def let_interpreter_count_to_tensors():
+    """`range(n)` over a kernel's scalar: Triton's interpreter takes int() of a one-element array for it,
+    which NumPy 2.4 and newer refuse."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    let_interpreter_count_to_tensors()
+
 PACK_NAME = "comfyui_vc_attention"
 TESTS = Path(__file__).resolve().parent
 PACK_ROOT = TESTS.parent

@@ -173,7 +173,7 @@ def quantize_q(q, recipe, rope, k_mean, softmax_scale):
         q, rotation_signs(d, q.device), cos, sin, k_mean, codes, scales, shift,
         *q.stride()[:3], rope_b, lq, h, n_blocks, d**-0.5, softmax_scale,
         D=d, R=ROWS, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk,
-        SPLIT=layout > 0 or q.dtype == torch.float32, FP8=fp8, HAS_SHIFT=shift is not None, num_warps=4,
+        SPLIT=layout > 0 or q.dtype == torch.float32, FP8=fp8, HAS_SHIFT=shift is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
     return codes, scales, shift
 
@@ -192,6 +192,6 @@ def quantize_k(k, recipe, order, key_count, rope, k_mean):
         *k.stride()[:3], rope_b, lk, h, n_blocks, tiles, d**-0.5,
         D=d, R=ROWS, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk,
         SPLIT=layout > 0 or recipe.smooth_k or k.dtype == torch.float32, FP8=fp8, SMOOTH=recipe.smooth_k,
-        HAS_ORDER=order is not None, HAS_COUNT=key_count is not None, num_warps=4,
+        HAS_ORDER=order is not None, HAS_COUNT=key_count is not None, num_warps=4, num_stages=1,
     )  # fmt: skip
     return codes, scales

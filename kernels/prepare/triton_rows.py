@@ -45,7 +45,8 @@ def to_codes(x, FP8: tl.constexpr):
     """E4M3 or INT8 codes of values already divided by their scale (C3)."""
     if FP8:
         return to_e4m3(x)
-    return round_to_int(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)
+    else:
+        return round_to_int(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)
 
 
 @triton.jit
@@ -59,7 +60,8 @@ def tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER: tl.constexpr):
     """Token index of entries o_key of head i_bh's order, int64; 0 where masked."""
     if HAS_ORDER:
         return tl.load(order + i_bh * lk + o_key, mask=m_key, other=0).to(tl.int64)
-    return tl.where(m_key, o_key, 0).to(tl.int64)
+    else:
+        return tl.where(m_key, o_key, 0).to(tl.int64)
 
 
 # x points at the head. cos, sin: [L, D/2] from element i_rope on, or None. ROPE: 0 none, 1 interleaved, 2 half.
@@ -70,22 +72,22 @@ def load_rows(x, stride, b_token, m_row, cos, sin, i_rope, D: tl.constexpr, ROPE
     mask = m_row[:, None]
     row = x + b_token[:, None] * stride
     b_x = tl.load(row + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    if ROPE == 0:
-        return b_x
-    if ROPE == 1:
-        partner = o_d ^ 1
-        angle = o_d // 2
-        first = o_d % 2 == 0
-    else:
-        partner = (o_d + D // 2) % D
-        angle = o_d % (D // 2)
-        first = o_d < D // 2
-    # the pair's other channel again from memory (cached): a shuffle would depend on the layout
-    b_y = tl.load(row + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    o_angle = i_rope + b_token[:, None] * (D // 2) + angle[None, :]
-    b_cos = tl.load(cos + o_angle, mask=mask, other=0.0).to(tl.float32)
-    b_sin = tl.load(sin + o_angle, mask=mask, other=0.0).to(tl.float32)
-    return b_x * b_cos + tl.where(first[None, :], -b_y, b_y) * b_sin
+    if ROPE != 0:
+        if ROPE == 1:
+            partner = o_d ^ 1
+            angle = o_d // 2
+            first = o_d % 2 == 0
+        else:
+            partner = (o_d + D // 2) % D
+            angle = o_d % (D // 2)
+            first = o_d < D // 2
+        # the pair's other channel again from memory (cached): a shuffle would depend on the layout
+        b_y = tl.load(row + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+        o_angle = i_rope + b_token[:, None] * (D // 2) + angle[None, :]
+        b_cos = tl.load(cos + o_angle, mask=mask, other=0.0).to(tl.float32)
+        b_sin = tl.load(sin + o_angle, mask=mask, other=0.0).to(tl.float32)
+        b_x = b_x * b_cos + tl.where(first[None, :], -b_y, b_y) * b_sin
+    return b_x
 
 
 @triton.jit

@@ -1,0 +1,107 @@
+"""What the Triton attention kernels share: scores with their scales, the masked last tile, output and lse.
+
+Scores, maxima and offsets are in units of 1/UNITS octave: UNITS is 8 for ExpCast, whose code is then one
+multiply-add away from the integer score, and 1 otherwise.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import formats
+from ..prepare.triton_layout import TritonOperands
+
+# past this many octaves float32 no longer resolves a score to a fraction of a code, and a code could leave
+# its range; INT8 scores of that size are one-hot and wrong by more than the cap moves them
+LARGEST_SCORE_LOG2 = float(1 << 17)
+
+
+@triton.jit
+def load_queries(
+    q, q_scale, k_scale_max, i_bh, o_m, lq, largest, score_scale, D: tl.constexpr, M: tl.constexpr
+):
+    """Codes [M, D] and the factor [M] from a K-scaled score to score units; rows past lq are zero.
+
+    largest: bound on q_scale * k_scale times the factor that keeps scores representable.
+    """
+    m_m = o_m < lq
+    o_row = i_bh * lq + o_m
+    b_q = tl.load(q + o_row[:, None] * D + tl.arange(0, D)[None, :], mask=m_m[:, None], other=0.0)
+    b_scale = tl.load(q_scale + o_row, mask=m_m, other=1.0) * score_scale
+    return b_q, tl.minimum(b_scale, largest / tl.load(k_scale_max + i_bh))
+
+
+@triton.jit
+def tile_scores(b_q, b_qs, p_k, p_ks, M: tl.constexpr, FP8: tl.constexpr):
+    """Raw scores of one tile, [M, a, t, b, c] (see triton_layout), and their scale [M, t]."""
+    b_k = tl.trans(tl.load(p_k))
+    if FP8:
+        b_s = tl.dot(b_q, b_k)
+    else:
+        b_s = tl.dot(b_q, b_k, out_dtype=tl.int32)
+    b_s = tl.permute(tl.reshape(b_s, [M, 8, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return b_s, b_qs[:, None] * tl.load(p_ks + tl.arange(0, 4))[None, :]
+
+
+@triton.jit
+def exists_in_tile(left):
+    """[1, a, t, b, c]: whether the key at this place of a tile is among the first `left`."""
+    o_a, o_t, o_2 = tl.arange(0, 8), tl.arange(0, 4), tl.arange(0, 2)
+    o_key = tl.expand_dims(o_a, [1, 2, 3]) * 4 + tl.expand_dims(o_t, [0, 2, 3]) * 32
+    o_key = o_key + tl.expand_dims(o_2, [0, 1, 3]) * 2 + tl.expand_dims(o_2, [0, 1, 2])
+    return tl.expand_dims(o_key < left, 0)
+
+
+@triton.jit
+def tile_maximum(b_s, b_scale, left, M: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr):
+    """Largest score of each row after scales, [M]. A lane's keys share one scale: it takes raw maxima first."""
+    if MASKED:
+        b_s = tl.where(exists_in_tile(left), b_s, -3.0e38 if FP8 else -(1 << 24))
+    b_max = tl.max(tl.reshape(tl.permute(b_s, [0, 2, 1, 3, 4]), [M, 4, 32]), 2).to(tl.float32) * b_scale
+    if MASKED:
+        b_max = tl.where((tl.arange(0, 4) * 32 < left)[None, :], b_max, float("-inf"))
+    return tl.max(b_max, 1)
+
+
+@triton.jit
+def scaled_scores(b_s, b_scale, b_offset, left, M: tl.constexpr, MASKED: tl.constexpr):
+    """Scores times scale plus offset, [M, 128] in the places of V's columns; -inf where no key is."""
+    b_x = b_s.to(tl.float32) * tl.expand_dims(b_scale, [1, 3, 4]) + tl.expand_dims(b_offset, [1, 2, 3, 4])
+    if MASKED:
+        b_x = tl.where(exists_in_tile(left), b_x, float("-inf"))
+    return tl.reshape(b_x, [M, 128])
+
+
+@triton.jit
+def store_rows(b_out, out, i_bh, o_m, lq, n_heads, D: tl.constexpr):
+    """Rows [M, D] of head i_bh into out, memory [B, Lq, H, D]."""
+    o_row = ((i_bh // n_heads) * lq + o_m) * n_heads + i_bh % n_heads
+    p_out = out + o_row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_m < lq)[:, None])
+
+
+@triton.jit
+def store_lse(b_m, b_l, lse, lse_shift, i_bh, o_m, lq, UNITS: tl.constexpr):
+    """Natural-log log-sum-exp of the true scores (C6); b_l in probability 1 units. -inf without keys."""
+    o_row = i_bh * lq + o_m
+    b_shift = tl.load(lse_shift + o_row, mask=o_m < lq, other=0.0)
+    b_lse = 0.6931471805599453 * (b_m / UNITS + tl.log2(b_l)) + b_shift
+    tl.store(lse + o_row, tl.where(b_l > 0.0, b_lse, float("-inf")), mask=o_m < lq)
+
+
+def largest_factor(operands: TritonOperands, units: float) -> float:
+    """load_queries' `largest`: LARGEST_SCORE_LOG2 over the largest raw score."""
+    top = formats.E4M3_MAX if operands.q.dtype == torch.float8_e4m3fn else formats.INT8_MAX
+    return LARGEST_SCORE_LOG2 * units / (top * top * operands.q.shape[-1])
+
+
+def outputs(operands: TritonOperands):
+    """Empty (out [B, H, Lq, D], memory [B, Lq, H, D]; lse fp32 [B, H, Lq] or None)."""
+    b, h, lq, d = operands.q.shape
+    out = operands.q.new_empty(b, lq, h, d, dtype=operands.out_dtype).transpose(1, 2)
+    return out, None if operands.lse_shift is None else torch.empty_like(operands.q_scale)
+
+
+def has_packing_casts(device: torch.device) -> bool:
+    """Whether the card converts and packs four probabilities in two instructions (sm_89 and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,228 @@
+"""The Hopper kernels against the reference stages: one truth table for every recipe they compute."""
+
+import pytest
+import torch
+from comfyui_vc_attention.kernels.attend import cuda_int8_fp8_sm90, cuda_int8_int8_sm90
+from comfyui_vc_attention.kernels.attend import reference as attend_reference
+from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.prepare import cuda_sm90
+from comfyui_vc_attention.kernels.prepare import reference as prepare_reference
+from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
+
+from .hopper_layout import ones_rows, reference_layout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+    ),
+]
+ATTEND = {
+    "int8_fp8": cuda_int8_fp8_sm90.attend,
+    "fp8_fp8": cuda_int8_fp8_sm90.attend,
+    "int8_int8": cuda_int8_int8_sm90.attend,
+}
+RECIPES = [
+    Recipe(numerics, expcast=expcast, demean=demean)
+    for numerics in ("int8_fp8", "fp8_fp8")
+    for expcast in (True, False)
+    for demean in (True, False)
+] + [Recipe("int8_int8", demean=demean) for demean in (True, False)]
+# On the same codes. Folding the scales into the multiply-add moves about 3 in 10^4 of the fp8 probabilities by one
+# code (F2); the integer recipe moves as few by one step of 255.
+TOLERANCE = {"fp8": 3e-3, "int8": 5e-4}
+
+
+def name(recipe):
+    return f"{recipe.numerics}{'-expcast' * recipe.expcast}{'-means' * recipe.demean}"
+
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=name)
+
+
+def sample(kind="gauss", shape=(1, 2, 300, 128), keys=None, dtype=torch.bfloat16, seed=0):
+    return sample_qkv(kind, shape, keys, dtype, "cuda", seed)
+
+
+def scaled(q):
+    return {"softmax_scale": q.shape[-1] ** -0.5}
+
+
+def both(q, k, v, recipe, **options):
+    """(out, lse) of the kernel, and of the reference on the same codes."""
+    operands = cuda_sm90.prepare(q, k, v, recipe, **scaled(q) | options)
+    return ATTEND[recipe.numerics](operands), attend_reference.attend(reference_layout(operands))
+
+
+def agrees(result, expected, recipe):
+    out, lse = result
+    assert out.dtype == expected[0].dtype and out.shape == expected[0].shape
+    assert out.transpose(1, 2)[0].is_contiguous()
+    rounding = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 0.0}[out.dtype]
+    assert relative_l2(out, expected[0]) < TOLERANCE[recipe.value_format] + rounding
+    if expected[1] is not None:
+        # a code moved by one weighs in a row of few keys
+        difference = (lse - expected[1]).abs()
+        assert difference.max() < 0.06 and difference.mean() < 5e-4
+
+
+def some_order(k, seed=3):
+    noise = torch.rand(k.shape[:3], device=k.device, generator=torch.Generator(k.device).manual_seed(seed))
+    return noise.argsort(-1).int()
+
+
+@every_recipe
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(1, 1), (1, 129), (2, 31), (63, 127), (64, 128), (192, 256), (193, 2049), (300, 2175), (577, 4113)],
+)
+def test_lengths(recipe, queries, keys):
+    q, k, v = sample("clustered", (2, 3, queries, 128), keys)
+    result, expected = both(q, k, v, recipe, order=some_order(k), want_lse=True)
+    agrees(result, expected, recipe)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["gauss", "outlier_tokens", "peaked"])
+def test_inputs(recipe, dtype, kind):
+    q, k, v = sample(kind, (1, 2, 400, 128), 1100, dtype)
+    result, expected = both(q, k, v, recipe, want_lse=True)
+    agrees(result, expected, recipe)
+
+
+@every_recipe
+def test_is_attention(recipe):
+    q, k, v = sample("gauss", (1, 2, 256, 128), 8192)
+    result, _ = both(q, k, v, recipe, want_lse=True)
+    exact, lse = exact_attention(q, k, v)
+    bound = {"fp8_fp8": 0.07, "int8_fp8": 0.046, "int8_int8": 0.018}[recipe.numerics]
+    assert relative_l2(result[0], exact) < bound
+    torch.testing.assert_close(result[1].double(), lse, atol=0.02, rtol=0)
+
+
+@every_recipe
+@pytest.mark.parametrize("smooth_k", [True, False])
+@pytest.mark.parametrize("rotate_qk", [True, False])
+def test_switches(recipe, smooth_k, rotate_qk):
+    recipe = Recipe(recipe.numerics, recipe.expcast, recipe.demean, rotate_qk, smooth_k)
+    q, k, v = sample("k_outlier_channels", (1, 2, 200, 128), 700)
+    agrees(*both(q, k, v, recipe, want_lse=True), recipe)
+
+
+@every_recipe
+def test_absent_keys_do_not_exist(recipe):
+    """Masked equals removed, bit for bit, whatever the masked keys hold."""
+    q, k, v = sample("clustered", (3, 2, 130, 128), 1000)
+    counts = torch.tensor([1000, 0, 261], dtype=torch.int32, device="cuda")
+    order = some_order(k)
+    result, expected = both(q, k, v, recipe, order=order, key_count=counts, want_lse=True)
+    assert not result[0][1].any() and (result[1][1] == -torch.inf).all()
+    agrees(*[(t[0][::2], t[1][::2]) for t in (result, expected)], recipe)
+    left = order[2:, :, :261].long()[..., None].expand(-1, -1, -1, 128)
+    short = cuda_sm90.prepare(
+        q[2:], k[2:].gather(2, left), v[2:].gather(2, left), recipe, **scaled(q), want_lse=True
+    )
+    out, lse = ATTEND[recipe.numerics](short)
+    for counted, removed in ((result[0][2:], out), (result[1][2:], lse)):
+        assert torch.equal(counted, removed)
+
+
+def poison_absent(x, order, counts):
+    gone = order.long()[..., None].expand_as(x)
+    mask = torch.arange(x.shape[2], device=x.device)[None] >= counts[:, None]
+    return x.scatter(
+        2, gone, torch.where(mask[:, None, :, None], torch.nan, x.gather(2, gone).float()).to(x.dtype)
+    )
+
+
+@every_recipe
+def test_absent_keys_may_hold_anything(recipe):
+    q, k, v = sample("clustered", (2, 2, 70, 128), 500)
+    counts = torch.tensor([129, 400], dtype=torch.int32, device="cuda")
+    order = some_order(k)
+    options = {"order": order, "key_count": counts, **scaled(q)}
+    clean = ATTEND[recipe.numerics](cuda_sm90.prepare(q, k, v, recipe, **options))[0]
+    k, v = poison_absent(k, order, counts), poison_absent(v, order, counts)
+    assert torch.equal(ATTEND[recipe.numerics](cuda_sm90.prepare(q, k, v, recipe, **options))[0], clean)
+
+
+@every_recipe
+def test_strides(recipe):
+    """Rows that start on odd elements, heads inside rows, batches apart."""
+    big = torch.randn(
+        2, 333, 3, 131, device="cuda", generator=torch.Generator("cuda").manual_seed(5)
+    ).bfloat16()
+    q, k, v = (big[:, :, :, s : s + 128].transpose(1, 2) for s in (0, 1, 3))
+    options = {"want_lse": True, "order": some_order(k)}
+    agrees(*both(q, k, v, recipe, **options), recipe)
+    strided = ATTEND[recipe.numerics](cuda_sm90.prepare(q, k, v, recipe, **scaled(q), **options))
+    q, k, v = (t.contiguous() for t in (q, k, v))
+    whole = ATTEND[recipe.numerics](cuda_sm90.prepare(q, k, v, recipe, **scaled(q), **options))
+    assert torch.equal(strided[0], whole[0]) and torch.equal(strided[1], whole[1])
+
+
+@every_recipe
+@pytest.mark.parametrize("ramp", [(0.0, 6.0), (-6.0, 0.0), (6.0, 0.0), (-40.0, 40.0), (-30.0, -5.0)])
+def test_maxima_that_move(recipe, ramp):
+    """Scores that rise, fall or stay negative along the keys, with nothing centred."""
+    recipe = Recipe(recipe.numerics, recipe.expcast, recipe.demean, smooth_k=False)
+    q, k, v = sample("gauss", (1, 2, 192, 128), 3000)
+    direction = torch.randn(128, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    slope = torch.linspace(*ramp, 3000, device="cuda")[None, None, :, None] / 11.3
+    q, k = (q + direction).bfloat16(), (k + slope * direction).bfloat16()
+    agrees(*both(q, k, v, recipe, want_lse=True), recipe)
+
+
+@every_recipe
+def test_one_late_key_takes_all(recipe):
+    q, k, v = sample("gauss", (1, 1, 100, 128), 2048)
+    k[:, :, 2047] = 20 * q[:, :, :1].mean(2)
+    agrees(*both(q, k, v, recipe, want_lse=True), recipe)
+
+
+@every_recipe
+def test_equal_runs_are_equal(recipe):
+    q, k, v = sample("clustered", (1, 8, 1000, 128), 5000)
+    runs = [ATTEND[recipe.numerics](cuda_sm90.prepare(q, k, v, recipe, **scaled(q))) for _ in range(5)]
+    assert all(torch.equal(run[0], runs[0][0]) for run in runs)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_rope(layout, per_batch):
+    recipe = RECIPES[0]
+    q, k, v = sample("gauss", (2, 2, 333, 128), 400)
+    shape = (2, 400, 64) if per_batch else (400, 64)
+    angle = 6 * torch.rand(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    options = {"rope": (angle.cos(), angle.sin(), layout), "order": some_order(k), "want_lse": True}
+    agrees(*both(q, k, v, recipe, **options), recipe)
+
+
+@pytest.mark.parametrize("numerics", sorted(ATTEND))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_are_the_references(numerics, dtype):
+    recipe = Recipe(numerics)
+    q, k, v = sample("outlier_tokens", (2, 2, 200, 128), 1000, dtype)
+    options = {"order": some_order(k), "want_lse": True} | scaled(q)
+    operands = cuda_sm90.prepare(q, k, v, recipe, **options)
+    ours, expected = reference_layout(operands), prepare_reference.prepare(q, k, v, recipe, **options)
+    for field in ("q", "k", "v"):
+        got, want = getattr(ours, field), getattr(expected, field)
+        assert (got.view(torch.uint8) != want.view(torch.uint8)).float().mean() <= 1e-4, field
+        if got.dtype == torch.int8:
+            assert (got.int() - want.int()).abs().max() <= 1
+    for field in ("q_scale", "k_scale", "v_scale", "lse_shift"):
+        torch.testing.assert_close(getattr(ours, field), getattr(expected, field), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours.v_mean, expected.v_mean, rtol=2e-3, atol=2e-2)
+    if recipe.value_format == "fp8":
+        ones = ones_rows(operands).flatten(-1)
+        assert (ones[:, :, :7] == 0x38).all() and (ones[:, :, 7, :, : 1000 - 896] == 0x38).all()
+        assert not ones[:, :, 7, :, 1000 - 896 :].any()
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.expcast or r.numerics == "int8_int8"], ids=name)
+def test_long_clip(recipe):
+    q, k, v = sample("clustered", (1, 1, 256, 128), 299_520)
+    result, expected = both(q, k, v, recipe, want_lse=True)
+    agrees(result, expected, recipe)

@@ -1,0 +1,125 @@
+"""Every Triton kernel compiles for every card it is offered on, without one: types, layouts, ptxas limits."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+ARCHES = (80, 86, 89, 90, 100, 120)
+FP8_FROM = 89  # older cards have no E4M3: the registry offers them triton_int8_int8 only
+
+FLAGS = {
+    "HAS_ORDER": True, "HAS_COUNT": True, "HAS_LSE": True, "HAS_MEAN": True, "DEMEAN": True, "ROTATE": True,
+    "SPLIT": True, "SMOOTH": True, "HAS_SHIFT": True, "HAS_K": True, "HAS_V": True,
+}  # fmt: skip
+ATTEND = {"D": 128, "M": 64, "STAGES": 3}
+ROWS = {"D": 128, "R": 64, "STEPS": 4}
+
+# name: (module, kernel, needs E4M3, warps, compile-time arguments)
+VARIANTS = {
+    "statistics": ("prepare.triton_qk", "statistics_kernel", False, 4, {**ROWS, "CHUNK": 1024, "ROPE": 1}),
+    "q int8": ("prepare.triton_qk", "quantize_q_kernel", False, 4, {**ROWS, "ROPE": 2, "FP8": False}),
+    "q fp8": ("prepare.triton_qk", "quantize_q_kernel", True, 4, {**ROWS, "ROPE": 0, "FP8": True}),
+    "k int8": ("prepare.triton_qk", "quantize_k_kernel", False, 4, {**ROWS, "ROPE": 1, "FP8": False}),
+    "k fp8": ("prepare.triton_qk", "quantize_k_kernel", True, 4, {**ROWS, "ROPE": 0, "FP8": True}),
+    "v int8": ("prepare.triton_values", "quantize_v_kernel", False, 8, {"D": 128, "FP8": False}),
+    "v fp8": ("prepare.triton_values", "quantize_v_kernel", True, 8, {"D": 64, "FP8": True}),
+    "attend int8_int8": ("attend.triton_int8_int8", "attend_int8_values_kernel", False, 4, ATTEND),
+    "attend int8_fp8": (
+        "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
+        {**ATTEND, "FP8_QK": False, "EXPCAST": True, "ASM": True},
+    ),
+    "attend int8_fp8 plain": (
+        "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
+        {**ATTEND, "FP8_QK": False, "EXPCAST": True, "ASM": False},
+    ),
+    "attend int8_fp8 exp2": (
+        "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
+        {**ATTEND, "FP8_QK": False, "EXPCAST": False, "ASM": False},
+    ),
+    "attend fp8_fp8": (
+        "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
+        {**ATTEND, "D": 64, "FP8_QK": True, "EXPCAST": True, "ASM": True},
+    ),
+}  # fmt: skip
+
+
+def pointer_format(kernel, name, fp8):
+    """Triton's type of a kernel argument that is a tensor, None for an integer or float."""
+    values_fp8 = kernel == "attend_fp8_values_kernel"
+    return {
+        "q": ("*fp8e4nv" if fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
+        "k": ("*fp8e4nv" if fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
+        "v": ("*fp8e4nv" if values_fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
+        "codes": "*fp8e4nv" if fp8 else "*i8", "ones": "*fp8e4nv", "out": "*bf16",
+        "v_mean": "*fp16" if fp8 or values_fp8 else "*bf16", "v_sum": "*i32",
+        "order": "*i32", "key_count": "*i32",
+        "cos": "*fp32", "sin": "*fp32", "signs": "*fp32", "k_mean": "*fp32", "k_sum": "*fp32",
+        "v_amax": "*fp32", "scales": "*fp32", "lse": "*fp32", "lse_shift": "*fp32",
+        "q_scale": "*fp32", "k_scale": "*fp32", "k_scale_max": "*fp32", "v_scale": "*fp32",
+    }.get(name)  # fmt: skip
+
+
+FLOAT_ARGUMENTS = {"root", "softmax_scale", "score_scale", "largest", "l_unit"}
+
+
+def compile_kernel(kernel, arguments, warps, arch):
+    """One kernel with these compile-time arguments, compiled for sm_<arch>."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fp8 = arguments.get("FP8", arguments.get("FP8_QK", False))
+    constants = {n: arguments.get(n, FLAGS.get(n)) for n in kernel.arg_names if n.isupper()}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        pointer = pointer_format(kernel.__name__, name, fp8)
+        if name in constants:
+            signature[name] = "constexpr"
+        elif pointer:
+            signature[name] = pointer
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name in FLOAT_ARGUMENTS else "i32"
+    constants = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature, constants, attributes)
+    stages = arguments.get("STAGES", 1)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_all(arch):
+    """Compile every variant that sm_<arch> is offered; raises what Triton or ptxas raises."""
+    for name, (module, kernel, needs_e4m3, warps, arguments) in VARIANTS.items():
+        if needs_e4m3 and arch < FP8_FROM:
+            continue
+        module = importlib.import_module(f"comfyui_vc_attention.kernels.{module}")
+        arguments = dict(arguments)
+        if arch < FP8_FROM:
+            arguments["ASM"] = False
+        compiled = compile_kernel(getattr(module, kernel), arguments, warps, arch)
+        print(f"sm_{arch} {name}: {compiled.metadata.shared} bytes of shared memory")
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_compiles(arch, tmp_path):
+    # in a process of its own: this one may have loaded the kernels for the interpreter
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, __file__, str(arch)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    limit = 227 if arch in (90, 100) else 163 if arch == 80 else 99
+    used = [int(line.split()[-5]) for line in done.stdout.splitlines()]
+    assert used and max(used) <= limit * 1024, done.stdout
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import conftest  # noqa: F401, gives the checkout its import name
+
+    compile_all(int(sys.argv[1]))
