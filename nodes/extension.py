@@ -2,10 +2,18 @@
 
 from comfy_api.latest import ComfyExtension
 
+from .compare_node import VCAttentionCompare
 from .patch_node import VCAttentionPatch
+from .report_node import VCAttentionReport
 from .sample_nodes import VCAttentionSample, VCAttentionSampleDecode
 
-NODES = (VCAttentionPatch, VCAttentionSample, VCAttentionSampleDecode)
+NODES = (
+    VCAttentionPatch,
+    VCAttentionReport,
+    VCAttentionCompare,
+    VCAttentionSample,
+    VCAttentionSampleDecode,
+)
 
 
 class VCAttentionExtension(ComfyExtension):

@@ -9,6 +9,7 @@ import { api } from "/scripts/api.js";
 const EVENT = "vc_attention.status";
 const SETTING = "VCAttention.ShowStatus";
 const PATCH_NODES = ["VCAttentionPatch", "VCAttentionPatchWanVideo", "VCAttentionPatchRaylight"];
+const REPORT_NODES = ["VCAttentionReport", "VCAttentionCompare", "VCAttentionBenchmark"];
 
 // The name under which ComfyUI looks for its own progress text on a node. Answering to it means that the
 // text lands here instead of in a second box below ours.
@@ -58,6 +59,7 @@ export function headline(status) {
   if (status.phase === "note") return status.text;
   if (status.warning) return status.warning;
   if (status.phase === "ready") return `Ready: ${status.kernel}`;
+  if (status.phase === "report") return "Click to copy this report";
   const percent = Math.floor(100 * share(status).taken);
   if (status.phase === "step") {
     return `Step ${status.step} of ${status.steps}, values ${status.grouped ? "grouped" : "plain"}`;
@@ -67,7 +69,8 @@ export function headline(status) {
 
 /** The second line: how many calls ran on which kernel, and what was left alone. */
 export function detail(status) {
-  if (status.phase === "note") return status.hint ?? "";
+  if (status.phase === "note") return "";
+  if (status.phase === "report") return status.report.split("\n").slice(1, 3).map((text) => text.trim()).join(" · ");
   if (status.phase === "ready") return `${status.precision}, ${status.numerics}; waiting for the sampler`;
   const kernels = counts(status.kernels);
   const left = counts(status.left);
@@ -149,7 +152,7 @@ function paint(view) {
   view.line.textContent = status ? headline(status) : view.plain;
   view.detail.textContent = status ? detail(status) : "";
   const counted = status?.phase === "step" || status?.phase === "ended";
-  view.bar.style.visibility = counted ? "visible" : "hidden";
+  view.bar.style.display = counted ? "flex" : "none";
   if (!counted) return;
   const { taken, left } = share(status);
   view.taken.style.width = `${100 * taken}%`;
@@ -183,13 +186,24 @@ function enabled() {
   return app.extensionManager?.setting?.get(SETTING) ?? true;
 }
 
-function onStatus({ detail: status }) {
+function show(status, types) {
   const node = findNode(status.node);
-  if (!enabled() || !node || !PATCH_NODES.includes(node.type)) return;
+  if (!enabled() || !node || !types.includes(node.type)) return;
   const view = viewOf(node);
   view.status = status;
   paint(view);
   node.setDirtyCanvas?.(true, true);
+}
+
+function onStatus({ detail: status }) {
+  show(status, PATCH_NODES);
+}
+
+/** A node has finished; reports come with what it shows. */
+function onExecuted({ detail: result }) {
+  const report = result.output?.vc_attention_report?.[0];
+  const node = result.display_node ?? result.node;
+  if (report) show({ node, phase: "report", report }, REPORT_NODES);
 }
 
 /** Every node of a graph, also inside its subgraphs. */
@@ -224,5 +238,6 @@ app.registerExtension({
     const style = element("style", "", document.head);
     style.textContent = STYLE;
     api.addEventListener(EVENT, onStatus);
+    api.addEventListener("executed", onExecuted);
   },
 });

@@ -28,18 +28,23 @@ class NodeOutput(Recorded):
     """What execute returns."""
 
 
+class PreviewImage(Recorded):
+    """A picture shown on a node; the real one saves it in the temporary folder."""
+
+    def as_dict(self):
+        return {"images": self.args}
+
+
 def io_type(name):
     made = {part: type(part, (Recorded,), {"io_type": name}) for part in ("Input", "Output")}
     return SimpleNamespace(**made)
 
 
 def stand_in_for_comfy_api():
+    sockets = ("Model", "Conditioning", "Latent", "Image", "AnyType")
+    widgets = ("Combo", "Float", "Int", "String", "Boolean")
     io = SimpleNamespace(
-        **{
-            name: io_type(name)
-            for name in ("Model", "Combo", "Float", "Int", "String", "Conditioning", "Latent")
-        },
-        Image=io_type("Image"),
+        **{name: io_type(name) for name in (*sockets, *widgets)},
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
         NodeOutput=NodeOutput,
@@ -47,6 +52,7 @@ def stand_in_for_comfy_api():
     )
     latest = types.ModuleType("comfy_api.latest")
     latest.io = io
+    latest.ui = SimpleNamespace(PreviewImage=PreviewImage)
     latest.ComfyExtension = type("ComfyExtension", (), {})
     package = types.ModuleType("comfy_api")
     package.latest = latest
@@ -199,3 +205,38 @@ def simple_sigmas():
     return lambda n, shift=8.0: (
         [shift * (1 - i / n) / (1 + (shift - 1) * (1 - i / n)) for i in range(n)] + [0.0]
     )
+
+
+@pytest.fixture
+def make_report():
+    """make_report(steps, blocks): the report of a finished run, as if block 0 was kept exact."""
+    from comfyui_vc_attention.kernels import VCConfig
+    from comfyui_vc_attention.nodes.patch_settings import PatchSettings
+    from comfyui_vc_attention.nodes.run_report import RunReport
+
+    def make(steps=20, blocks=30, kernel="triton_int8_fp8 int8_fp8"):
+        report = RunReport("Wan", steps, PatchSettings(VCConfig(), exact_blocks=frozenset({0})))
+        record, grouped_steps = report.record, max(1, steps // 4)
+        for step in range(steps):
+            for block in range(blocks):
+                reason = "kept exact by exact_blocks"
+                record.add(step, block, kernel if block else reason)
+                if block:
+                    report.add_taken(kernel, 32760, step if step < grouped_steps else None)
+                else:
+                    report.add_declined(reason, video=True)
+                report.add_declined("cross-attention")
+        record.milliseconds.update({kernel: 9000.0, "grouping": 800.0, "usual attention": 1500.0})
+        record.timed_calls.update({kernel: steps * (blocks - 1), "grouping": 2, "usual attention": steps})
+        record.errors = {(block, kernel, False): 0.01 + 0.001 * block for block in range(1, blocks)}
+        record.energy = {(0, 1): (0.08, 0.36)}
+        record.seconds = 42.0
+        report.add_groupings(2 * blocks, 200 * 2**20)
+        return report
+
+    return make
+
+
+@pytest.fixture
+def finished_report(make_report):
+    return make_report()

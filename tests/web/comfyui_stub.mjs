@@ -81,8 +81,10 @@ Object.defineProperty(globalThis, "navigator", {
 });
 
 /** What the server's send_sync arrives as. */
-export function sendStatus(status) {
-  const event = new Event("vc_attention.status");
-  event.detail = status;
+export function send(name, detail) {
+  const event = new Event(name);
+  event.detail = detail;
   globalThis.comfyApi.dispatchEvent(event);
 }
+
+export const sendStatus = (status) => send("vc_attention.status", status);

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test, { beforeEach } from "node:test";
 
-import { clipboard, extensions, Graph, GraphNode, sendStatus } from "./comfyui_stub.mjs";
+import { clipboard, extensions, Graph, GraphNode, send, sendStatus } from "./comfyui_stub.mjs";
 
 const module = await import("../../web/vc_attention.js");
 const [extension] = extensions;
@@ -95,6 +95,18 @@ test("other nodes and unknown ids are left alone", () => {
   sendStatus({ ...STEP, node: "8" });
   sendStatus({ ...STEP, node: "99" });
   assert.equal(globalThis.comfyApp.graph.getNodeById(8).widgets.length, 0);
+});
+
+test("a report node shows what it found and copies all of it", async () => {
+  const node = new GraphNode("VCAttentionReport");
+  globalThis.comfyApp.graph = new Graph({ 9: node });
+  const report = "VC-Attention 0.1.0: card\nWan, 20 steps\n  800 calls\n  more";
+  send("executed", { node: "9", display_node: "9", output: { images: [], vc_attention_report: [report] } });
+  assert.equal(box(node).find("vc-attention-detail").textContent, "Wan, 20 steps · 800 calls");
+  box(node).click();
+  await new Promise(setImmediate);
+  assert.equal(clipboard.text, report);
+  send("executed", { node: "7", output: null });
 });
 
 test("ComfyUI's own text box is replaced, and its text shown in ours until an event comes", () => {

@@ -1,0 +1,76 @@
+"""Two clips side by side with a map of their difference."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+
+from .report_picture import FAINT, KERNEL_COLOURS, MARGIN, WIDTH, Sheet
+
+GAP, TITLE = 12, 15
+FULL_SCALE = 0.25  # a difference of this much of the range is white; chosen: smaller ones stay visible
+
+
+def heat(difference: torch.Tensor) -> Image.Image:
+    """Difference [H, W] in 0..1 -> black, red, yellow, white."""
+    level = (difference / FULL_SCALE).clamp(0, 1) * 3
+    channels = torch.stack([level.clamp(0, 1), (level - 1).clamp(0, 1), (level - 2).clamp(0, 1)], -1)
+    return as_picture(channels)
+
+
+def as_picture(pixels: torch.Tensor) -> Image.Image:
+    """[H, W, 3] in 0..1 -> picture."""
+    return Image.fromarray((pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy())
+
+
+def viewable(frame: torch.Tensor) -> torch.Tensor:
+    """A frame [C, H, W] as [H, W, 3]: of latents, the first three channels."""
+    frame = frame if frame.shape[0] >= 3 else frame[:1].expand(3, -1, -1)
+    return frame[:3].movedim(0, -1).float()
+
+
+def draw_frames(sheet: Sheet, a: torch.Tensor, b: torch.Tensor, titles: Sequence[str], frame: int) -> None:
+    """a, b [N, C, H, W]: one frame of each, and the largest difference over channels."""
+    width = (WIDTH - 2 * MARGIN - 2 * GAP) // 3
+    height = round(width * a.shape[2] / a.shape[3])
+    difference = (a[frame].float() - b[frame].float()).abs().amax(0)
+    pictures = [as_picture(viewable(a[frame])), as_picture(viewable(b[frame])), heat(difference)]
+    titles = [*titles, f"difference, white from {FULL_SCALE:.0%}"]
+    for place, (picture, title) in enumerate(zip(pictures, titles, strict=True)):
+        left = MARGIN + place * (width + GAP)
+        sheet.label((left, sheet.y), title, size=13)
+        enlarge = Image.Resampling.NEAREST if picture.width < width else Image.Resampling.LANCZOS
+        sheet.image.paste(picture.resize((width, height), enlarge), (left, sheet.y + TITLE + 5))
+    sheet.y += height + TITLE + 14
+
+
+def draw_curve(sheet: Sheet, values: Sequence[float], name: str, chosen: int) -> None:
+    """A bar per frame; the frame shown above is marked."""
+    finite = [value for value in values if np.isfinite(value)]
+    if len(finite) < 2:
+        return
+    low, high, height = min(finite), max(finite), 56
+    low -= 0.15 * max(high - low, 1e-6)
+    sheet.label(
+        (MARGIN, sheet.y), f"{name} per frame, {min(finite):.2f} to {high:.2f}; marked: the frame above"
+    )
+    sheet.y += 20
+    column = (WIDTH - 2 * MARGIN) / len(values)
+    for place, value in enumerate(values):
+        share = (min(value, high) - low) / (high - low)
+        x, bottom = MARGIN + place * column, sheet.y + height
+        colour = KERNEL_COLOURS[1] if place != chosen else KERNEL_COLOURS[0]
+        sheet.box(x, bottom - max(1, height * share), x + max(1, column - 1), bottom, colour)
+    sheet.y += height + 12
+
+
+def compare_picture(a, b, titles, lines: Sequence[str], psnrs: Sequence[float], frame: int) -> Image.Image:
+    """a, b [N, C, H, W] in 0..1; titles of the two; lines of text; PSNR of every frame; the frame to show."""
+    sheet = Sheet()
+    draw_frames(sheet, a, b, titles, frame)
+    for number, line in enumerate(lines):
+        sheet.text(line, 17 if number == 0 else 13, *(() if number == 0 else (FAINT,)))
+    sheet.y += 6
+    draw_curve(sheet, psnrs, "PSNR", frame)
+    return sheet.finish()
