@@ -54,17 +54,17 @@ def host_ready() -> bool:
 
 @pytest.fixture(scope="session")
 def load_tiny(tmp_path_factory):
-    """load_tiny(kind, seed): a ModelPatcher of a tiny checkpoint, written once."""
+    """load_tiny(kind, seed, model_options): a ModelPatcher of a tiny checkpoint, written once."""
     folder = tmp_path_factory.mktemp("checkpoints")
     writers = [load_by_path(name) for name in ("tiny_wan", "tiny_joint")]
 
-    def load(kind="t2v", seed=0):
+    def load(kind="t2v", seed=0, model_options=None):
         import comfy.sd
 
         path = folder / f"{kind}_{seed}.safetensors"
         if not path.exists():
             next(writer for writer in writers if kind in writer.KINDS).write(path, kind, seed)
-        return comfy.sd.load_diffusion_model(str(path))
+        return comfy.sd.load_diffusion_model(str(path), model_options=model_options or {})
 
     return load
 

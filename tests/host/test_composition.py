@@ -1,0 +1,281 @@
+"""The patch beside other nodes of a graph, in any order. Real ones where ComfyUI has them.
+
+A test called contract_... uses a stand-in, written from what the other node does to a model, because its pack
+or a newer ComfyUI is not at hand.
+"""
+
+import logging
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.comfyui
+
+BLOCKS = 3
+CALL_LIMIT = 0.03
+PSNR_LIMIT = 35.0
+OVERRIDE = "optimized_attention_override"
+
+
+@pytest.fixture(autouse=True)
+def hear_us(caplog):
+    caplog.set_level(logging.INFO, "vc_attention")
+
+
+def said(caplog):
+    return next(message for message in reversed(caplog.messages) if "[VC-Attention]" in message)
+
+
+def attention_backend(model):
+    from comfy_extras.nodes_model_advanced import ModelAttentionBackend
+
+    return ModelAttentionBackend().patch(model, "pytorch attention")[0]
+
+
+def counting_backend(model, seen):
+    """Model Attention Backend with a backend that counts."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    def backend(*args, **kwargs):
+        seen.append(1)
+        return attention_pytorch(*args, **kwargs)
+
+    other = model.clone()
+    other.set_model_optimized_attention(backend)
+    return other
+
+
+def test_l07_a_backend_node_before_us_takes_what_we_decline(load_tiny, patch, sampling, caplog):
+    seen = []
+    sampling.sample(patch(counting_backend(load_tiny(), seen)), steps=2)
+    assert len(seen) == BLOCKS * 2  # cross-attention only
+    assert f"{BLOCKS * 2} of {BLOCKS * 4} calls low-bit" in said(caplog)
+
+
+def test_l07_a_backend_node_after_us_wins_and_we_say_so(load_tiny, patch, sampling, caplog):
+    seen = []
+    exact = sampling.sample(load_tiny(), steps=2)
+    latent = sampling.sample(counting_backend(patch(load_tiny()), seen), steps=2)
+    assert torch.equal(latent, exact) and len(seen) == BLOCKS * 4
+    assert "received 0 calls" in said(caplog) and "optimized_attention_override replaced" in said(caplog)
+
+
+def test_the_real_backend_node_in_both_places(load_tiny, patch, sampling):
+    exact = sampling.sample(load_tiny(), steps=2)
+    ours = sampling.sample(patch(load_tiny()), steps=2)
+    assert torch.equal(sampling.sample(patch(attention_backend(load_tiny())), steps=2), ours)
+    assert torch.equal(sampling.sample(attention_backend(patch(load_tiny())), steps=2), exact)
+    assert torch.equal(sampling.sample(patch(attention_backend(patch(load_tiny()))), steps=2), ours)
+
+
+def test_off_after_a_backend_node_restores_it(load_tiny, patch, sampling):
+    seen = []
+    off = patch(patch(counting_backend(load_tiny(), seen)), precision="off")
+    sampling.sample(off, steps=1)
+    assert len(seen) == BLOCKS * 2
+
+
+def test_contract_a_sage_like_node_overwrites_us(load_tiny, patch, sampling, caplog):
+    """Patch Sage Attention KJ assigns its override, whatever was there, and ignores func."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    def sage_like(func, *args, **kwargs):
+        return attention_pytorch.__wrapped__(*args, **kwargs)
+
+    model = patch(load_tiny()).clone()
+    model.model_options["transformer_options"][OVERRIDE] = sage_like
+    sampling.sample(model, steps=1)
+    assert "sage_like replaced" in said(caplog)
+    again = patch(model)
+    sampling.sample(again, steps=1)
+    assert f"{BLOCKS} of {BLOCKS * 2} calls low-bit" in said(caplog)
+
+
+def test_contract_a_sparse_node_that_puts_itself_on_top_every_step(load_tiny, patch, sampling, caplog):
+    """Model Sparse Attention wraps the override that it finds and comes back from ON_PREPARE_STATE."""
+    from comfy.patcher_extension import CallbacksMP
+
+    def sparse_over(previous):
+        def sparse(func, *args, **kwargs):
+            if kwargs["transformer_options"].get("block_index") == 0:  # its share of the calls
+                return func(*args, **kwargs)
+            return previous(func, *args, **kwargs)
+
+        sparse._vc_previous = previous
+        return sparse
+
+    def on_top(patcher, timestep, model_options):
+        options = model_options["transformer_options"]
+        if getattr(options[OVERRIDE], "__name__", "") != "sparse":
+            options[OVERRIDE] = sparse_over(options[OVERRIDE])
+        depths.append(chain_length(options[OVERRIDE]))
+
+    depths = []
+    model = patch(load_tiny()).clone()
+    model.add_callback_with_key(CallbacksMP.ON_PREPARE_STATE, "sparse", on_top)
+    sampling.sample(model, steps=4)
+    assert depths == [2] * 4  # we never climb back on top of it
+    assert f"{(BLOCKS - 1) * 4} of {(BLOCKS - 1) * 8} calls low-bit" in said(caplog)
+
+
+def chain_length(override):
+    from comfyui_vc_attention.nodes.sampling_hooks import chain_of
+
+    return len(list(chain_of(override)))
+
+
+def with_lora(model):
+    import comfy.sd
+
+    generator = torch.Generator().manual_seed(9)
+    key = "diffusion_model.blocks.0.self_attn.q"
+    lora = {
+        f"{key}.lora_A.weight": torch.randn(4, 256, generator=generator) / 16,
+        f"{key}.lora_B.weight": torch.randn(256, 4, generator=generator) / 2,
+    }
+    return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)[0]
+
+
+def test_a_lora_works_before_and_after_us(load_tiny, patch, sampling):
+    plain = sampling.sample(load_tiny(), steps=2)
+    exact = sampling.sample(with_lora(load_tiny()), steps=2)
+    assert sampling.psnr(exact, plain) < PSNR_LIMIT  # it does something
+    before = sampling.sample(patch(with_lora(load_tiny())), steps=2)
+    after = sampling.sample(with_lora(patch(load_tiny())), steps=2)
+    assert torch.equal(before, after) and sampling.psnr(before, exact) > PSNR_LIMIT
+
+
+def easy_cache(model):
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    return EasyCacheNode.execute(model, 3.0, 0.0, 1.0, False).args[0]
+
+
+def lazy_cache(model):
+    from comfy_extras.nodes_easycache import LazyCacheNode
+
+    return LazyCacheNode.execute(model, 3.0, 0.0, 1.0, False).args[0]
+
+
+@pytest.mark.parametrize("cache", [easy_cache, lazy_cache])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_step_caches_skip_calls_and_the_schedule_goes_on(
+    load_tiny, patch, watch, sampling, cache, ours_first
+):
+    watched = watch(patch(load_tiny()))
+    model = cache(watched.model) if ours_first else None
+    if model is None:
+        watched = watch(patch(cache(load_tiny())))
+        model = watched.model
+    sampling.sample(model, steps=8)
+    sigmas = sampling.schedule(model, 8)
+    assert 0 < len(watched.taken) < BLOCKS * 8  # something was skipped
+    assert all(call.grouping == (call.step_sigma > sigmas[2] * 1.0001) for call in watched.taken)
+    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+
+
+def test_a_model_function_wrapper_as_teacache_has_one(load_tiny, patch, watch, sampling):
+    watched = watch(patch(load_tiny()))
+    calls = []
+
+    def wrapper(apply_model, arguments):
+        calls.append(1)
+        return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
+
+    watched.model.set_model_unet_function_wrapper(wrapper)
+    sampling.sample(watched.model, steps=2)
+    assert len(calls) == 2 and len(watched.taken) == BLOCKS * 2
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_torch_compile_keeps_the_schedule_moving(load_tiny, patch, sampling, caplog, ours_first):
+    """TorchCompileModel drops every guard on transformer_options: whatever is traced from there is frozen."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    def compiled(model):
+        model = model.clone()
+        set_torch_compile_wrapper(model, "eager", options={"guard_filter_fn": skip_torch_compile_dict})
+        return model
+
+    plain = sampling.sample(patch(load_tiny()), steps=8)
+    expected = said(caplog)
+    model = compiled(patch(load_tiny())) if ours_first else patch(compiled(load_tiny()))
+    latent = sampling.sample(model, steps=8)
+    assert said(caplog) == expected and "grouped in 2 of 8 steps" in expected
+    assert sampling.psnr(latent, plain) > PSNR_LIMIT
+
+
+@pytest.mark.parametrize("schedule", ["standard_static", "standard_uniform"])
+def test_context_windows_keep_an_order_each(load_tiny, patch, watch, sampling, schedule):
+    """Several calls per evaluation, all at one sigma; some schedules move their windows from step to step."""
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
+
+    watched = watch(patch(load_tiny(), grouping_window=1.0))
+    model = WanContextWindowsManualNode.execute(
+        watched.model, 13, 4, schedule, 1, False, "pyramid", False
+    ).args[0]
+    sampling.sample(model, steps=3, size=(9, 8, 8))
+    assert len(watched.taken) > BLOCKS * 3
+    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+
+
+def test_a_shift_node_after_us_moves_the_window(load_tiny, patch, watch, sampling):
+    """A part of a schedule takes the window from the model's sampling, as it is when sampling begins."""
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    watched = watch(patch(load_tiny()))
+    shifted = ModelSamplingSD3().patch(watched.model, 1.0)[0]
+    sampling.sample(shifted, steps=8, last_step=4, force_full_denoise=False)
+    assert watched.grouped_sigmas == [1.0, 0.875]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_compute_dtypes(load_tiny, patch, watch, sampling, dtype):
+    from comfy_extras.nodes_model_advanced import ModelComputeDtype
+
+    watched = watch(patch(ModelComputeDtype().patch(load_tiny(), dtype)[0]))
+    sampling.sample(watched.model, steps=2)
+    assert len(watched.taken) == BLOCKS * 2 and all(0 < call.error < CALL_LIMIT for call in watched.taken)
+
+
+def test_fp8_weights(load_tiny, patch, watch, sampling):
+    watched = watch(patch(load_tiny(model_options={"dtype": torch.float8_e4m3fn})))
+    sampling.sample(watched.model, steps=2)
+    assert len(watched.taken) == BLOCKS * 2 and all(0 < call.error < CALL_LIMIT for call in watched.taken)
+
+
+def test_gguf_like_weights(load_tiny, patch, watch, sampling):
+    """Operations that make their weight when they are called, as GGUF loaders have them."""
+    import comfy.ops
+
+    class Operations(comfy.ops.manual_cast):
+        class Linear(comfy.ops.manual_cast.Linear):
+            def forward_comfy_cast_weights(self, x, *args, **kwargs):
+                weight = (self.weight.to(torch.float16) * 1.0).to(x.dtype)
+                return torch.nn.functional.linear(
+                    x, weight, None if self.bias is None else self.bias.to(x.dtype)
+                )
+
+    watched = watch(patch(load_tiny(model_options={"custom_operations": Operations})))
+    sampling.sample(watched.model, steps=2)
+    assert len(watched.taken) == BLOCKS * 2 and all(0 < call.error < CALL_LIMIT for call in watched.taken)
+
+
+def test_p06_the_counts_are_the_calls_of_the_run(load_tiny, patch, watch, sampling, caplog):
+    watched = watch(patch(load_tiny("i2v"), exact_blocks="1", start_percent=0.1))
+    sampling.sample(watched.model, steps=4, kind="i2v", text_tokens=(40, 24))
+    assert f"{len(watched.taken)} of {len(watched.calls)} calls low-bit" in said(caplog)
+
+
+def test_a_node_added_later_removed_or_between_changes_nothing_else(load_tiny, patch, sampling):
+    """Bit-identical to what it should be, in every order of runs."""
+    base, other = load_tiny(), load_tiny(seed=1)
+    exact, exact_other = sampling.sample(base, steps=2), sampling.sample(other, steps=2)
+    patched = patch(base)
+    ours = sampling.sample(patched, steps=2)
+    assert torch.equal(sampling.sample(base, steps=2), exact)
+    assert torch.equal(sampling.sample(other, steps=2), exact_other)
+    assert torch.equal(sampling.sample(patched, steps=2), ours)
+    assert torch.equal(sampling.sample(patch(patched, precision="off"), steps=2), exact)
+    assert not torch.equal(ours, exact)
