@@ -35,10 +35,7 @@ def load_queries(
 def tile_scores(b_q, b_qs, p_k, p_ks, M: tl.constexpr, FP8: tl.constexpr):
     """Raw scores of one tile, [M, a, t, b, c] (see triton_layout), and their scale [M, t]."""
     b_k = tl.trans(tl.load(p_k))
-    if FP8:
-        b_s = tl.dot(b_q, b_k)
-    else:
-        b_s = tl.dot(b_q, b_k, out_dtype=tl.int32)
+    b_s = tl.dot(b_q, b_k, out_dtype=tl.float32 if FP8 else tl.int32)
     b_s = tl.permute(tl.reshape(b_s, [M, 8, 2, 4, 2]), [0, 1, 3, 2, 4])
     return b_s, b_qs[:, None] * tl.load(p_ks + tl.arange(0, 4))[None, :]
 
@@ -54,7 +51,7 @@ def exists_in_tile(left):
 
 @triton.jit
 def tile_maximum(b_s, b_scale, left, M: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr):
-    """Largest score of each row after scales, [M]. A lane's keys share one scale: it takes raw maxima first."""
+    """Largest score of each row after scales, [M]. A lane's keys share one scale: raw maxima come first."""
     if MASKED:
         b_s = tl.where(exists_in_tile(left), b_s, -3.0e38 if FP8 else -(1 << 24))
     b_max = tl.max(tl.reshape(tl.permute(b_s, [0, 2, 1, 3, 4]), [M, 4, 32]), 2).to(tl.float32) * b_scale

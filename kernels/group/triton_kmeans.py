@@ -176,7 +176,7 @@ def group_tokens(v, clusters, previous=None, key_mask=None, *, iterations=None) 
 
     Arguments and result as in the reference; iterations defaults to fewer, on a sample of the keys.
     """
-    b, h, lk, d = v.shape
+    b, h, lk, _ = v.shape
     listed = key_count = None
     if key_mask is not None:
         listed = (~key_mask).to(torch.uint8).argsort(dim=1, stable=True).int()  # existing keys first
@@ -206,7 +206,7 @@ def group_tokens(v, clusters, previous=None, key_mask=None, *, iterations=None) 
 
 
 def _evenly_spaced(v, clusters, listed, key_count):
-    """Seeds fp32 [B, H, C, D]: existing keys at even distances, so deterministic and spread over the frames."""
+    """Seeds fp32 [B, H, C, D]: existing keys at even distances, as in the reference."""
     steps = torch.arange(clusters, device=v.device)
     if listed is None:
         return v[:, :, steps * v.shape[2] // clusters].float()

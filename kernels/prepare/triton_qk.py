@@ -173,7 +173,8 @@ def quantize_q(q, recipe, rope, k_mean, softmax_scale):
         q, rotation_signs(d, q.device), cos, sin, k_mean, codes, scales, shift,
         *q.stride()[:3], rope_b, lq, h, n_blocks, d**-0.5, softmax_scale,
         D=d, R=ROWS, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk,
-        SPLIT=layout > 0 or q.dtype == torch.float32, FP8=fp8, HAS_SHIFT=shift is not None, num_warps=4, num_stages=1,
+        SPLIT=layout > 0 or q.dtype == torch.float32, FP8=fp8, HAS_SHIFT=shift is not None,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return codes, scales, shift
 

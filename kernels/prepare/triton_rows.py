@@ -64,7 +64,7 @@ def tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER: tl.constexpr):
         return tl.where(m_key, o_key, 0).to(tl.int64)
 
 
-# x points at the head. cos, sin: [L, D/2] from element i_rope on, or None. ROPE: 0 none, 1 interleaved, 2 half.
+# x points at the head. cos, sin: [L, D/2] from element i_rope on. ROPE: 0 none, 1 interleaved, 2 half.
 @triton.jit
 def load_rows(x, stride, b_token, m_row, cos, sin, i_rope, D: tl.constexpr, ROPE: tl.constexpr):
     """Rows b_token of x as fp32 [R, D], rotary embedding applied; zero where masked."""

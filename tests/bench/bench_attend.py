@@ -65,7 +65,7 @@ def bench_kernel(kernel, q, k, v, config, grouping, label):
     ms = interleaved_ms({"cudnn": lambda: cudnn(q, k, v), "ours": call})
     ours, name = longest_kernel_ms(lambda: attend_call(prepared))
     theirs, _ = longest_kernel_ms(lambda: cudnn(q, k, v))
-    del prepared
+    prepared = None
     return {
         "kernel": kernel,
         "what": label,
@@ -111,8 +111,8 @@ def bench_grouping(heads, length, attention_ms, clusters=128, checked_heads=4):
 
 
 def markdown(rows):
-    head = "| kernel | what | L | rel. L2 | kernel ms | TFLOP/s | over cuDNN | call ms | call over cuDNN | memory |"
-    lines = [head, "|" + "---|" * 10]
+    heads = "kernel|what|L|rel. L2|kernel ms|TFLOP/s|over cuDNN|call ms|call over cuDNN|memory"
+    lines = [f"| {heads.replace('|', ' | ')} |", "|" + "---|" * 10]
     for r in rows:
         lines.append(
             f"| `{r['kernel']}` | {r['what']} | {r['length']:,} | {r['error']:.4f} | {r['kernel_ms']:.1f} "
@@ -123,10 +123,8 @@ def markdown(rows):
 
 
 def markdown_grouping(rows):
-    lines = [
-        "| L | cold ms | share | warm ms | share | energy removed: sequence | cold | reference | warm | reference |",
-        "|" + "---|" * 10,
-    ]
+    heads = "L|cold ms|share|warm ms|share|energy removed: sequence|cold|reference|warm|reference"
+    lines = [f"| {heads.replace('|', ' | ')} |", "|" + "---|" * 10]
     for r in rows:
         lines.append(
             f"| {r['length']:,} | {r['cold_ms']:.2f} | {r['cold_share']:.1%} | {r['warm_ms']:.2f} "

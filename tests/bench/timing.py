@@ -9,7 +9,7 @@ import torch
 
 
 def interleaved_ms(calls, rounds=10, warmup=2):
-    """Median milliseconds of each call, {name: ms}. The calls take turns, so that they meet the same clocks."""
+    """Median milliseconds of each call, {name: ms}; they take turns, so that they meet the same clocks."""
     times = {name: [] for name in calls}
     for turn in range(warmup + rounds):
         for name, call in calls.items():
