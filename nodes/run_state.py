@@ -77,9 +77,8 @@ class GroupingStore:
             parts.append(kept.grouping)
         if len(parts) == 1:
             return parts[0], made
-        joined = TokenGrouping(
-            torch.cat([part.order for part in parts]), torch.cat([part.centroids for part in parts])
-        )
+        # centroids only start the next grouping, and that happens part by part
+        joined = TokenGrouping(torch.cat([part.order for part in parts]), None)
         return joined, made
 
     def drop_unused(self, step: int, every: int) -> None:

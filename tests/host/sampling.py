@@ -4,7 +4,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-CHANNELS = {"t2v": 16, "i2v": 16, "5b": 48, "vace": 16, "hunyuan": 16, "hunyuan15": 32, "h3": 24}
+CHANNELS = {
+    "t2v": 16,
+    "i2v": 16,
+    "5b": 48,
+    "vace": 16,
+    "s2v": 16,
+    "animate": 16,
+    "hunyuan": 16,
+    "hunyuan15": 32,
+    "h3": 24,
+}
 TEXT_WIDTH = {"hunyuan": 64, "hunyuan15": 64, "h3": 64}  # of the tiny models; 4096 for Wan
 SIZE = (3, 8, 8)  # latent frames, height, width: 48 tokens after 2 x 2 patches
 SIZES = {"hunyuan15": (3, 4, 4), "h3": (7, 8, 8)}
@@ -16,6 +26,9 @@ def text(kind, length, generator, padded=0):
     if kind == "i2v":
         image = torch.randn(1, 257, 1280, generator=generator)
         extra["clip_vision_output"] = type("ClipVision", (), {"penultimate_hidden_states": image})()
+    if kind == "s2v":  # a reference picture, whose tokens follow the video's, and sound
+        extra["reference_latents"] = [torch.randn(1, 16, 1, 8, 8, generator=generator)]
+        extra["audio_embed"] = torch.randn(1, 25, 1024, 12, generator=generator)
     if kind.startswith("hunyuan"):
         extra["pooled_output"] = torch.randn(1, 768, generator=generator)
         extra["guidance"] = 8.0  # 1000 times it is a bf16 number

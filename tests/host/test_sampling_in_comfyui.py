@@ -25,14 +25,16 @@ def hear_us(caplog):
     caplog.set_level(logging.INFO, "vc_attention")
 
 
-@pytest.mark.parametrize("kind, cross", [("t2v", 1), ("i2v", 2), ("5b", 1)])
+@pytest.mark.parametrize(
+    "kind, blocks, cross", [("t2v", 3, 1), ("i2v", 3, 2), ("5b", 3, 1), ("s2v", 3, 1), ("animate", 5, 2)]
+)
 def test_taken_calls_are_blocks_times_evaluations_times_conditions(
-    load_tiny, patch, watch, sampling, caplog, kind, cross
+    load_tiny, patch, watch, sampling, caplog, kind, blocks, cross
 ):
     """Texts of two lengths keep ComfyUI from batching the conditions, so each makes its own calls."""
     watched = watch(patch(load_tiny(kind)))
     sampling.sample(watched.model, steps=4, kind=kind, text_tokens=(40, 24))
-    expected = BLOCKS * 4 * 2
+    expected = blocks * 4 * 2
     assert len(watched.taken) == expected and len(watched.calls) == expected * (1 + cross)
     assert all(call.square for call in watched.taken)
     assert all(0 < call.error < CALL_LIMIT for call in watched.taken)

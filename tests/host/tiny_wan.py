@@ -1,5 +1,6 @@
 """Tiny Wan checkpoints with random weights, in ComfyUI's key layout: for wiring and per-call error only."""
 
+import importlib
 import math
 from pathlib import Path
 
@@ -11,13 +12,20 @@ ATTENTION_GAIN = (
     4.0  # an average over many keys is small; without it the sample would hardly depend on attention
 )
 
-# name -> WanModel arguments
+# name -> (module, class) of ComfyUI, and its arguments
+WAN = ("comfy.ldm.wan.model", "WanModel")
 KINDS = {
-    "t2v": {"model_type": "t2v", "in_dim": 16, "out_dim": 16},
-    "i2v": {"model_type": "i2v", "in_dim": 36, "out_dim": 16},
-    "5b": {"model_type": "t2v", "in_dim": 48, "out_dim": 48},
-    "vace": {"model_type": "vace", "in_dim": 16, "out_dim": 16, "vace_layers": 3, "vace_in_dim": 96},
+    "t2v": (WAN, {"model_type": "t2v", "in_dim": 16, "out_dim": 16}),
+    "i2v": (WAN, {"model_type": "i2v", "in_dim": 36, "out_dim": 16}),
+    "5b": (WAN, {"model_type": "t2v", "in_dim": 48, "out_dim": 48}),
+    "vace": (
+        ("comfy.ldm.wan.model", "VaceWanModel"),
+        {"model_type": "vace", "in_dim": 16, "out_dim": 16, "vace_layers": 3, "vace_in_dim": 96},
+    ),
+    "s2v": (("comfy.ldm.wan.model", "WanModel_S2V"), {"in_dim": 16, "out_dim": 16}),
+    "animate": (("comfy.ldm.wan.model_animate", "AnimateWanModel"), {"in_dim": 36, "out_dim": 16}),
 }
+BLOCKS_OF = {"animate": 5}  # one face adapter for five blocks
 
 
 def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -36,19 +44,18 @@ def random_weight(name: str, shape: torch.Size, generator: torch.Generator) -> t
 def write(path: Path, kind: str = "t2v", seed: int = 0) -> Path:
     """Write one checkpoint; the same bytes for the same kind and seed. Needs ComfyUI on sys.path."""
     import comfy.ops
-    from comfy.ldm.wan.model import VaceWanModel, WanModel
     from safetensors.torch import save_file
 
-    build = VaceWanModel if kind == "vace" else WanModel
-    model = build(
+    (module, name), arguments = KINDS[kind]
+    model = getattr(importlib.import_module(module), name)(
         dim=DIM,
         ffn_dim=FFN,
         num_heads=HEADS,
-        num_layers=BLOCKS,
+        num_layers=BLOCKS_OF.get(kind, BLOCKS),
         operations=comfy.ops.disable_weight_init,
         dtype=torch.float32,
         device="cpu",
-        **KINDS[kind],
+        **arguments,
     )
     generator = torch.Generator().manual_seed(seed)
     weights = {
