@@ -32,7 +32,7 @@ def statistics_kernel(
     o_d = tl.arange(0, D)
     b_sum = tl.zeros([R, D], tl.float32)
     b_max = tl.zeros([R, D], tl.float32)
-    for start in range(0, CHUNK, R):
+    for start in range(0, tl.minimum(CHUNK, count - i_c * CHUNK), R):
         o_key = i_c * CHUNK + start + tl.arange(0, R)
         m_key = o_key < count
         b_token = tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER)
@@ -66,8 +66,9 @@ def quantize_q_kernel(
     if HAS_SHIFT:
         b_mean = tl.load(k_mean + i_bh * D + o_d)
     p_q = q + i_b * q_b + i_h * q_h
-    for step in range(STEPS):
-        o_row = (i_block * STEPS + step) * R + tl.arange(0, R)
+    i_first = i_block * STEPS * R
+    for start in range(i_first, tl.minimum(i_first + STEPS * R, lq), R):
+        o_row = start + tl.arange(0, R)
         m_row = o_row < lq
         b_q = load_rows(
             p_q, q_l, tl.where(m_row, o_row, 0).to(tl.int64), m_row,
@@ -106,8 +107,9 @@ def quantize_k_kernel(
     if SMOOTH:
         b_mean = tl.load(k_mean + i_bh * D + o_d)
     p_k = k + i_b * k_b + i_h * k_h
-    for step in range(STEPS):
-        o_key = (i_block * STEPS + step) * R + tl.arange(0, R)
+    i_first = i_block * STEPS * R
+    for start in range(i_first, tl.minimum(i_first + STEPS * R, n_tiles * 128), R):
+        o_key = start + tl.arange(0, R)
         m_key = o_key < count
         b_token = tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER)
         b_k = load_rows(p_k, k_l, b_token, m_key, cos, sin, i_b * rope_b, D, ROPE)
@@ -119,14 +121,14 @@ def quantize_k_kernel(
         b_scale = scale_of(b_amax, 448.0 if FP8 else 127.0)
         b_row_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [R // 32, 32]), [R])
         b_code = to_codes(tl.div_rn(b_k, tl.broadcast_to(b_row_scale[:, None], [R, D])), FP8)
-        o_group = (i_block * STEPS + step) * (R // 32) + tl.arange(0, R // 32)
+        o_group = start // 32 + tl.arange(0, R // 32)
         b_scale = tl.where(o_group * 32 < count, b_scale, 0.0)
-        tl.store(scales + i_bh * n_tiles * 4 + o_group, b_scale, mask=o_group < n_tiles * 4)
+        tl.store(scales + i_bh * n_tiles * 4 + o_group, b_scale)
         # the row of triton_layout.key_of_k_row that holds this key
         o_in = o_key % 128
         o_n = ((o_in >> 2) & 7) << 4 | ((o_in >> 1) & 1) << 3 | ((o_in >> 5) & 3) << 1 | o_in & 1
         o_row = i_bh * n_tiles * 128 + o_key // 128 * 128 + o_n
-        tl.store(codes + o_row[:, None] * D + o_d[None, :], b_code, mask=(o_key < n_tiles * 128)[:, None])
+        tl.store(codes + o_row[:, None] * D + o_d[None, :], b_code)
 
 
 def rope_arguments(rope, batch):
