@@ -70,7 +70,8 @@ def test_layers_conditions_and_batch_sizes_never_mix():
 def test_held_bytes_are_counted_and_freed():
     store = GroupingStore()
     grouping, _, _ = grouped(store, values(2), ["uncond", "cond"])
-    expected = grouping.order.numel() * 4 + grouping.centroids.numel() * 4
+    centroids = 2 * 2 * 4 * 16  # B, H, C, D
+    expected = (grouping.order.numel() + centroids) * 4
     assert store.held_bytes == expected
     store.clear(torch.device("cuda:1"))
     assert store.held_bytes == expected  # they lie elsewhere
