@@ -136,7 +136,7 @@ def test_missing_triton_is_named_with_the_command_that_mends_it(install, monkeyp
     install.print_kernels(torch, install.Card("RTX 3090", "cuda", (8, 6), 24.0))
     out = capsys.readouterr().out
     assert "needs Triton" in out
-    assert f"{sys.executable} -m pip install triton" in out
+    assert install.pip_command("triton") in out
 
 
 @pytest.mark.parametrize(
