@@ -84,7 +84,7 @@ class InnerAttention:
                     scale=softmax_scale, kernel=kernel.name, return_lse=True,
                 )  # fmt: skip
                 out, lse = attend_call(prepared)
-            except Exception as error:
+            except (RuntimeError, ValueError) as error:
                 raise_unless_recoverable(error, kernel.name)
                 run.disable(kernel.name, f"{type(error).__name__}: {error}")
                 return exact_step(kwargs)(q, k, v, softmax_scale=softmax_scale, **rest)

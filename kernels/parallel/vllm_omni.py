@@ -1,6 +1,6 @@
 """vLLM-Omni: an entry point that makes VC-Attention one of its diffusion attention backends.
 
-    pip install <this checkout>[vllm-omni]        # beside the server
+    pip install <this checkout>  # beside the server
     vllm-omni serve <model> --omni --diffusion-attention-backend CUDNN_ATTN
 
 The enum of backends is closed and a plugin can only take a member's place, so this one borrows CUDNN_ATTN's.
@@ -34,8 +34,8 @@ def register() -> None:
 
 def __getattr__(name):
     # the classes derive from vLLM-Omni's, so they exist only where it can be imported
-    if name in ("VCAttentionBackend", "VCAttentionImpl"):
-        return _classes()[name]
+    if name == "VCAttentionBackend":
+        return _backend_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -63,8 +63,8 @@ def declines(impl, query, key, value, metadata) -> str | None:
 
 
 @cache
-def _classes():
-    from vllm_omni.diffusion.attention.backends.abstract import AttentionBackend, AttentionImpl
+def _impl_class():
+    from vllm_omni.diffusion.attention.backends.abstract import AttentionImpl
     from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend
     from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
@@ -91,6 +91,13 @@ def _classes():
             out = self.sharded.attend(*heads_first, scale=self.softmax_scale, key_mask=mask)
             return out.transpose(1, 2)
 
+    return VCAttentionImpl
+
+
+@cache
+def _backend_class():
+    from vllm_omni.diffusion.attention.backends.abstract import AttentionBackend
+
     class VCAttentionBackend(AttentionBackend):
         """Takes the place of CUDNN_ATTN."""
 
@@ -115,12 +122,10 @@ def _classes():
 
         @staticmethod
         def get_impl_cls():
-            return VCAttentionImpl
+            return _impl_class()
 
         @staticmethod
         def get_supported_head_sizes():
             return []  # any: SDPA takes what the kernels do not
 
-    for made in (VCAttentionImpl, VCAttentionBackend):
-        made.__qualname__ = made.__name__  # vLLM-Omni looks classes up by name
-    return {"VCAttentionImpl": VCAttentionImpl, "VCAttentionBackend": VCAttentionBackend}
+    return VCAttentionBackend

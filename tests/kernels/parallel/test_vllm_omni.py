@@ -17,6 +17,7 @@ from comfyui_vc_attention.kernels.parallel import vllm_omni
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
 ATTENTION = "vllm_omni.diffusion.attention.backends"
+HAS_WHEEL = importlib.util.find_spec("vllm_omni") is not None
 CONTEXT = types.SimpleNamespace(denoise_step_idx=None, total_denoise_steps=None)
 
 
@@ -70,11 +71,14 @@ def wheel(add):
         importlib.import_module(f"{ATTENTION}.{name}")
 
 
-@pytest.fixture(params=[stand_ins, wheel])
+def forget_classes():
+    vllm_omni._impl_class.cache_clear()
+    vllm_omni._backend_class.cache_clear()
+
+
+@pytest.fixture(params=[stand_ins, wheel][: 1 + HAS_WHEEL])
 def backend(request):
     """Our backend class, as vLLM-Omni finds it after it ran the plugin."""
-    if request.param is wheel and importlib.util.find_spec("vllm_omni") is None:
-        pytest.skip("needs the package vllm-omni (pip install --no-deps vllm-omni)")
 
     def add(name, **content):
         parts = name.split(".")
@@ -89,7 +93,7 @@ def backend(request):
         get_forward_context=lambda: CONTEXT,
         is_forward_context_available=lambda: CONTEXT.denoise_step_idx is not None,
     )
-    vllm_omni._classes.cache_clear()
+    forget_classes()
     vllm_omni.register()
     vllm_omni.register()  # a process may load its plugins again
     overrides = sys.modules[f"{ATTENTION}.registry"]._DIFFUSION_ATTN_OVERRIDES
@@ -97,7 +101,7 @@ def backend(request):
     assert member.name == "CUDNN_ATTN"
     module, _, name = path.rpartition(".")
     yield getattr(importlib.import_module(module), name)
-    vllm_omni._classes.cache_clear()
+    forget_classes()
     vars(CONTEXT).update(denoise_step_idx=None, total_denoise_steps=None)
     for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_omni")]:
         del sys.modules[name]
@@ -227,11 +231,9 @@ def test_answers_what_vllm_omni_asks_of_a_backend(backend):
         assert not backend.supports_paged_kv
 
 
+@pytest.mark.skipif(not HAS_WHEEL, reason="needs the package vllm-omni (pip install --no-deps vllm-omni)")
 def test_reads_what_the_wheel_publishes():
-    spec = importlib.util.find_spec("vllm_omni")
-    if spec is None:
-        pytest.skip("needs the package vllm-omni (pip install --no-deps vllm-omni)")
-    root = Path(spec.submodule_search_locations[0])
+    root = Path(importlib.util.find_spec("vllm_omni").submodule_search_locations[0])
     context = (root / "diffusion" / "forward_context.py").read_text()
     for name in (
         "denoise_step_idx",
