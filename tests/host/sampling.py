@@ -89,8 +89,22 @@ def sample(
         )  # fmt: skip
 
 
+def parts(latent):
+    """The tensors of a latent: one, or video and audio (MiniMax-H3)."""
+    return latent.unbind() if getattr(latent, "is_nested", False) else (latent,)
+
+
+def equal(a, b) -> bool:
+    """Whether two latents are the same, bit for bit."""
+    return all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+
+
 def psnr(a, b) -> float:
-    """Peak signal to noise ratio of a against b, in dB; infinite if they are equal."""
+    """Peak signal to noise ratio of a against b (of the worse part), in dB; infinite if they are equal."""
+    return min(part_psnr(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+
+
+def part_psnr(a, b) -> float:
     error = (a.float() - b.float()).square().mean()
     return float(10 * ((b.max() - b.min()).float().square() / error).log10())
 
