@@ -1,5 +1,6 @@
 """vc_attention(): choose a kernel, prepare its operands, attend."""
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,6 +62,12 @@ class PreparedCall:
 
     kernel: KernelSpec
     operands: object
+    device: torch.device
+
+
+def on_device(device: torch.device):
+    """Launches go to the current GPU, whichever the tensors are on: make theirs the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def prepare_call(
@@ -83,23 +90,25 @@ def prepare_call(
     if choice.kernel is None:
         raise ValueError(f"no kernel can run this call: {choice.reason}")
     order, key_count = key_list(order, key_mask, q.shape[1])
-    operands = choice.kernel.load().prepare(
-        q,
-        k,
-        v,
-        choice.recipe,
-        order=order,
-        key_count=key_count,
-        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        rope=rope,
-        want_lse=return_lse,
-    )
-    return PreparedCall(choice.kernel, operands)
+    with on_device(q.device):
+        operands = choice.kernel.load().prepare(
+            q,
+            k,
+            v,
+            choice.recipe,
+            order=order,
+            key_count=key_count,
+            softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            rope=rope,
+            want_lse=return_lse,
+        )
+    return PreparedCall(choice.kernel, operands, q.device)
 
 
 def attend_call(prepared: PreparedCall):
     """Second half: (out, lse or None)."""
-    return prepared.kernel.load().attend(prepared.operands)
+    with on_device(prepared.device):
+        return prepared.kernel.load().attend(prepared.operands)
 
 
 def group_tokens(v, clusters, previous: TokenGrouping | None = None, key_mask=None) -> TokenGrouping:
@@ -257,7 +266,8 @@ def _group_op(
     v: torch.Tensor, clusters: int, centroids: torch.Tensor | None, key_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     previous = None if centroids is None else TokenGrouping(None, centroids)
-    grouping = load_grouping(v.device)(v, clusters, previous, key_mask)
+    with on_device(v.device):
+        grouping = load_grouping(v.device)(v, clusters, previous, key_mask)
     return grouping.order, grouping.centroids
 
 

@@ -1,10 +1,13 @@
 """vc_attention, group_tokens and merge_attention: masks, refusals, custom ops, merging."""
 
+import contextlib
+
 import pytest
 import torch
 from comfyui_vc_attention.kernels import (
     VCConfig,
     attend_call,
+    dispatch,
     group_tokens,
     merge_attention,
     prepare_call,
@@ -202,6 +205,22 @@ BAD = {
 def test_bad_input_states_the_rule_and_the_value(tensors, options, message):
     with pytest.raises(ValueError, match=message):
         vc_attention(*tensors, **{"kernel": "reference"} | options)
+
+
+def test_launches_are_made_on_the_tensors_own_gpu(monkeypatch):
+    """The host's threads and engines may have another GPU as the current one."""
+    entered = []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        entered.append(device)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(dispatch, "on_device", on_device)
+    q, k, v = small()
+    vc_attention(q, k, v, grouping=group_tokens(v, 8), kernel="reference")
+    assert entered == [q.device, "left"] * 3  # group, prepare, attend
 
 
 def test_a_grouping_of_another_length_is_refused():
