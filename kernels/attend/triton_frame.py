@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .. import formats
 from ..prepare.triton_layout import TritonOperands
+from ..prepare.triton_rows import to_float
 
 # past this many octaves float32 no longer resolves a score to a fraction of a code, and a code could leave
 # its range; INT8 scores of that size are one-hot and wrong by more than the cap moves them
@@ -74,7 +75,7 @@ def store_rows(b_out, out, i_bh, o_m, lq, n_heads, D: tl.constexpr):
     """Rows [M, D] of head i_bh into out, memory [B, Lq, H, D]."""
     o_row = ((i_bh // n_heads) * lq + o_m) * n_heads + i_bh % n_heads
     p_out = out + o_row[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_m < lq)[:, None])
+    tl.store(p_out, to_float(b_out, out.dtype.element_ty), mask=(o_m < lq)[:, None])
 
 
 @triton.jit

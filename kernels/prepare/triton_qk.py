@@ -151,7 +151,7 @@ def statistics(k, v, order, key_count, rope, want_k, want_v):
         statistics_kernel[(b * h * n_chunks,)](
             k, v, order, key_count, cos, sin, k_sum, v_amax,
             *k.stride()[:3], *v.stride()[:3], rope_b, lk, h, n_chunks,
-            D=d, CHUNK=STATISTICS_ROWS, R=64, ROPE=layout,
+            D=d, CHUNK=STATISTICS_ROWS, R=32, ROPE=layout,
             # all keys in any order have one sum: stream them
             HAS_ORDER=order is not None and key_count is not None,
             HAS_COUNT=key_count is not None, HAS_K=want_k, HAS_V=want_v, num_warps=4,

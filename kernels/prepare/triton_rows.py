@@ -41,6 +41,16 @@ def to_e4m3(x):
 
 
 @triton.jit
+def to_float(x, dtype: tl.constexpr):
+    """fp32 to dtype (bf16, fp16 or fp32), round to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # the interpreter truncates to bf16
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def to_codes(x, FP8: tl.constexpr):
     """E4M3 or INT8 codes of values already divided by their scale (C3)."""
     if FP8:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .. import formats
-from .triton_rows import load_rows, scale_of, to_codes, tokens_at
+from .triton_rows import load_rows, scale_of, to_codes, to_float, tokens_at
 
 
 # One program: one tile of one head. v_scale is read for E4M3 and written for INT8.
@@ -38,7 +38,7 @@ def quantize_v_kernel(
         b_mean = tl.div_rn(tl.sum(b_v, 0), tl.broadcast_to(here, [D]))
         if FP8:
             b_mean = tl.div_rn(b_mean, b_scale)
-        b_stored = b_mean.to(v_mean.dtype.element_ty)
+        b_stored = to_float(b_mean, v_mean.dtype.element_ty)
         tl.store(v_mean + o_tile, b_stored)
         # the residual is taken to the mean as it is stored and added back (C5)
         b_back = b_stored.to(tl.float32)

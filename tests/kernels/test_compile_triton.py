@@ -18,6 +18,7 @@ FLAGS = {
 }  # fmt: skip
 ATTEND = {"D": 128, "M": 64, "STAGES": 3}
 ROWS = {"D": 128, "R": 64, "STEPS": 4}
+KMEANS = {"D": 128, "CB": 64, "R": 128, "W": 256, "HAS_MASK": True}
 
 # name: (module, kernel, needs E4M3, warps, compile-time arguments)
 VARIANTS = {
@@ -28,6 +29,11 @@ VARIANTS = {
     "k fp8": ("prepare.triton_qk", "quantize_k_kernel", True, 4, {**ROWS, "ROPE": 0, "FP8": True}),
     "v int8": ("prepare.triton_values", "quantize_v_kernel", False, 8, {"D": 128, "FP8": False}),
     "v fp8": ("prepare.triton_values", "quantize_v_kernel", True, 8, {"D": 64, "FP8": True}),
+    "assign": ("group.triton_kmeans", "assign_kernel", False, 8, {**KMEANS, "HAS_HISTOGRAM": True}),
+    "sum": ("group.triton_kmeans", "sum_clusters_kernel", False, 4, {**KMEANS, "R": 64}),
+    "move": ("group.triton_kmeans", "move_centroids_kernel", False, 4, {**KMEANS, "HAS_SUMS": True}),
+    "scan": ("group.triton_kmeans", "scan_kernel", False, 8, {**KMEANS, "R": 16}),
+    "scatter": ("group.triton_kmeans", "scatter_kernel", False, 4, KMEANS),
     "attend int8_int8": ("attend.triton_int8_int8", "attend_int8_values_kernel", False, 4, ATTEND),
     "attend int8_fp8": (
         "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
@@ -60,6 +66,8 @@ def pointer_format(kernel, name, fp8):
         "order": "*i32", "key_count": "*i32",
         "cos": "*fp32", "sin": "*fp32", "signs": "*fp32", "k_mean": "*fp32", "k_sum": "*fp32",
         "v_amax": "*fp32", "scales": "*fp32", "lse": "*fp32", "lse_shift": "*fp32",
+        "centroids": "*fp32", "moved": "*fp32", "half_norms": "*fp32", "sums": "*fp32", "counts": "*fp32",
+        "labels": "*i16", "listed": "*i32", "histogram": "*i32", "starts": "*i32",
         "q_scale": "*fp32", "k_scale": "*fp32", "k_scale_max": "*fp32", "v_scale": "*fp32",
     }.get(name)  # fmt: skip
 

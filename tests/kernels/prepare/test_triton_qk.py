@@ -1,0 +1,45 @@
+"""Statistics and scales of Q and K; the codes are checked in test_triton_int8_fp8.py."""
+
+import torch
+from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.prepare.reference import key_mean
+from comfyui_vc_attention.kernels.prepare.triton_qk import quantize_k, quantize_q, statistics
+from comfyui_vc_attention.kernels.testing import sample_qkv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPE = Recipe("int8_fp8")
+
+
+def test_statistics_over_several_chunks():
+    _, k, v = sample_qkv("clustered", (2, 1, 1, 64), keys=2100, device=DEVICE)
+    mean, amax = statistics(k, v, None, None, None, True, True)
+    torch.testing.assert_close(mean, key_mean(k)[:, :, 0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(amax, v.abs().amax(2))
+
+
+def test_statistics_see_existing_keys_only():
+    _, k, v = sample_qkv("clustered", (2, 1, 1, 64), keys=300, device=DEVICE)
+    order = torch.rand(2, 1, 300, device=DEVICE).argsort(-1).int()
+    count = torch.tensor([120, 0], dtype=torch.int32, device=DEVICE)
+    mean, amax = statistics(k, v, order, count, None, True, True)
+    kept = order[0, 0, :120].long()
+    torch.testing.assert_close(mean[0, 0], k[0, 0, kept].mean(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(amax[0, 0], v[0, 0, kept].abs().amax(0))
+    assert (mean[1] == 0).all() and (amax[1] == 0).all()
+
+
+def test_one_scale_per_query():
+    q = sample_qkv("gauss", (1, 2, 300, 128), device=DEVICE)[0]
+    codes, scales, shift = quantize_q(q, Recipe("int8_fp8", rotate_qk=False), None, None, 1.0)
+    assert shift is None
+    torch.testing.assert_close(scales, q.abs().amax(-1) / 127)
+    assert codes.abs().amax(-1).eq(127).all()
+
+
+def test_a_k_scale_never_spans_more_than_32_keys():
+    k = sample_qkv("gauss", (1, 1, 1, 128), keys=160, device=DEVICE)[1]
+    k[:, :, 40] *= 50
+    _, scales = quantize_k(k, Recipe("int8_fp8", smooth_k=False), None, None, None, None)
+    large = scales > 5 * scales[0, 0, 0, 0]
+    assert large.nonzero()[:, 2:].tolist() == [[0, 1]]
+    assert (scales[0, 0, 1, 1:] == 0).all()  # no such keys
