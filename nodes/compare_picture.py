@@ -9,12 +9,23 @@ from PIL import Image
 from .report_picture import FAINT, KERNEL_COLOURS, MARGIN, WIDTH, Sheet
 
 GAP, TITLE = 12, 15
-FULL_SCALE = 0.25  # a difference of this much of the range is white; chosen: smaller ones stay visible
+FULL_SCALES = (
+    0.002,
+    0.01,
+    0.05,
+    0.25,
+)  # a difference of this much of the range is white; the first that fits
 
 
-def heat(difference: torch.Tensor) -> Image.Image:
+def full_scale(difference: torch.Tensor) -> float:
+    """The finest scale that all but a thousandth of the pixels stay inside."""
+    high = float(difference.flatten().kthvalue(max(1, round(0.999 * difference.numel()))).values)
+    return next((scale for scale in FULL_SCALES if scale >= high), FULL_SCALES[-1])
+
+
+def heat(difference: torch.Tensor, white: float) -> Image.Image:
     """Difference [H, W] in 0..1 -> black, red, yellow, white."""
-    level = (difference / FULL_SCALE).clamp(0, 1) * 3
+    level = (difference / white).clamp(0, 1) * 3
     channels = torch.stack([level.clamp(0, 1), (level - 1).clamp(0, 1), (level - 2).clamp(0, 1)], -1)
     return as_picture(channels)
 
@@ -35,8 +46,9 @@ def draw_frames(sheet: Sheet, a: torch.Tensor, b: torch.Tensor, titles: Sequence
     width = (WIDTH - 2 * MARGIN - 2 * GAP) // 3
     height = round(width * a.shape[2] / a.shape[3])
     difference = (a[frame].float() - b[frame].float()).abs().amax(0)
-    pictures = [as_picture(viewable(a[frame])), as_picture(viewable(b[frame])), heat(difference)]
-    titles = [*titles, f"difference, white from {FULL_SCALE:.0%}"]
+    white = full_scale(difference)
+    pictures = [as_picture(viewable(a[frame])), as_picture(viewable(b[frame])), heat(difference, white)]
+    titles = [*titles, f"difference, white from {white:.1%}"]
     for place, (picture, title) in enumerate(zip(pictures, titles, strict=True)):
         left = MARGIN + place * (width + GAP)
         sheet.label((left, sheet.y), title, size=13)

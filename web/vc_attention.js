@@ -70,7 +70,7 @@ export function headline(status) {
 /** The second line: how many calls ran on which kernel, and what was left alone. */
 export function detail(status) {
   if (status.phase === "note") return "";
-  if (status.phase === "report") return status.report.split("\n").slice(1, 3).map((text) => text.trim()).join(" · ");
+  if (status.phase === "report") return status.report.split("\n").slice(1, 3).map((text) => text.trim().replace(/\s+/g, " ")).join(" · ");
   if (status.phase === "ready") return `${status.precision}, ${status.numerics}; waiting for the sampler`;
   const kernels = counts(status.kernels);
   const left = counts(status.left);
