@@ -28,8 +28,8 @@ RECIPES = [
     for expcast in (True, False)
     for demean in (True, False)
 ] + [Recipe("int8_int8", demean=demean) for demean in (True, False)]
-# On the same codes. Folding the scales into the multiply-add moves about 3 in 10^4 of the fp8 probabilities by one
-# code (F2); the integer recipe moves as few by one step of 255.
+# On the same codes. Folding the scales into the multiply-add moves 3 in 10^4 of the fp8 probabilities by
+# one code (F2); the integer recipe moves as few by one step of 255.
 TOLERANCE = {"fp8": 3e-3, "int8": 5e-4}
 
 

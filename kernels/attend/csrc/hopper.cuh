@@ -167,3 +167,14 @@ DEVICE u32 pack_bf16(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
 }
+DEVICE float low_f16(u32 x) {
+  float y;
+  asm("{.reg .b16 l,h; mov.b32 {l,h},%1; cvt.f32.f16 %0,l;}" : "=f"(y) : "r"(x));
+  return y;
+}
+// sum + the four unsigned bytes of x
+DEVICE int add_bytes(u32 x, int sum) {
+  int y;
+  asm("dp4a.u32.u32 %0,%1,%2,%3;" : "=r"(y) : "r"(x), "r"(0x01010101u), "r"(sum));
+  return y;
+}

@@ -1,0 +1,18 @@
+"""Host side of csrc/cuda_int8_int8_sm90.cu: INT8 QK, U8 probabilities times S8 values, on Hopper."""
+
+import torch
+
+from ..prepare.cuda_sm90 import HopperOperands
+from .cuda_int8_fp8_sm90 import CSRC, run
+
+SOURCE = CSRC / "cuda_int8_int8_sm90.cu"
+
+
+def attend(operands: HopperOperands):
+    """(out, lse): out [B, H, Lq, 128] in q's dtype, memory [B, Lq, H, 128]; lse fp32 [B, H, Lq] or None."""
+    means = operands.means
+    switches = {
+        "USE_MEANS": means is not None,
+        "USE_F16_MEANS": means is not None and means.dtype == torch.float16,
+    }
+    return run(operands, SOURCE, "attend_u8s8", switches)

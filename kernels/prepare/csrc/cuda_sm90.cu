@@ -1,0 +1,307 @@
+// prepare() for sm_90a: q, k and v to the shared-memory images that attend/csrc/frame.cuh loads with bulk copies.
+// Host side: ../cuda_sm90.py. Must match ../reference.py.
+//
+// Where a key sits: key 32 a + 4 i + b of a tile (scale group a) is row 16 i + 8 (b / 2) + 2 a + b % 2 of the K image, so
+// that the accumulator columns of one lane are one scale group; and byte 16 i + 4 a + b of a channel's row in the V image,
+// so that the lane's packed probabilities are the A fragment of the second product as they are.
+// Absent keys of a last tile: the K image repeats the last real key (their scores change no maximum), the V image has zero
+// codes and zero ones (they add nothing).
+// Bound by: memory traffic; one read and one write per operand, and one more read of k and v for their statistics.
+#include "rows.cuh"
+
+constexpr int KEY_RECORD = 16384 + 16;
+constexpr int MEAN_RECORD = 4096;
+constexpr int CHUNK = 1024;  // keys whose statistics one block takes
+
+// Mirrored by ../cuda_sm90.py.
+struct Job {
+  Rows q, k, v;
+  Rope rope;
+  const int* order;      // [B H][Lk] or null: token order
+  const int* key_count;  // [B] or null: all keys
+  float* partial;        // [2][B H][chunks][128]: k sums, |v| maxima
+  float* k_mean;         // [B H][128]
+  float* v_scale;        // [B H][128]
+  char* q_image;         // [B H][blocks * 3][8192]
+  float* q_scale;        // [B H][blocks * 192]
+  char* k_image;         // [B H][T][KEY_RECORD]
+  char* v_image;         // [B H][T][v_record]
+  char* means;           // [B H][ceil(T / 16)][MEAN_RECORD]
+  float* lse_shift;      // [B H][Lq] or null
+  i64 queries, keys;     // Lq, Lk
+  int heads, tiles, blocks, chunks;
+  u32 signs[4];
+  float softmax_scale;
+  int rotate, smooth_k, demean;
+};
+
+DEVICE int count_of(const Job& job, int batch) {
+  return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
+}
+// Token of entry i of a head's order
+DEVICE i64 token_at(const Job& job, int bh, i64 i) {
+  return job.order ? __ldg(job.order + bh * job.keys + i) : i;
+}
+
+// A scale of rotated rows, whose rotation left out its norm; 1 for a group of zeros
+DEVICE float stored_scale(const Job& job, float amax, float scale) {
+  return job.rotate && amax > 0.f ? scale * ROTATION_NORM : scale;
+}
+
+// Statistics of a chunk of keys. blockIdx: chunk, B H, what (0: sums of k, 1: maxima of |v|)
+template <typename T>
+DEVICE void chunk_statistics(const Job& job, bool of_v) {
+  __shared__ float shared[8][HEAD_DIM];
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
+  const int lane = threadIdx.x & 3, warp = threadIdx.x / 32;
+  const Rows& rows = of_v ? job.v : job.k;
+  const i64 first = (i64)blockIdx.x * CHUNK;
+  const i64 last = min(first + CHUNK, (i64)count_of(job, batch));
+  float total[32], x[32];
+#pragma unroll
+  for (int i = 0; i < 32; i++) total[i] = 0.f;
+#pragma unroll 2
+  for (i64 r = first + threadIdx.x / 4; r < last; r += 64) {
+    // without a key list the order does not matter, and rows in place read faster
+    const i64 token = job.key_count ? token_at(job, bh, r) : r;
+    load_row(row_of<T>(rows, batch, head, token), lane, x);
+    if (!of_v) apply_rope(job.rope, batch, token, lane, x);
+#pragma unroll
+    for (int i = 0; i < 32; i++) total[i] = of_v ? fmaxf(total[i], fabsf(x[i])) : total[i] + x[i];
+  }
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      const float other = __shfl_xor_sync(~0u, total[i], step);
+      total[i] = of_v ? fmaxf(total[i], other) : total[i] + other;
+    }
+  if ((threadIdx.x & 31) < 4)
+#pragma unroll
+    for (int i = 0; i < 32; i++) shared[warp][32 * (i / 8) + 8 * lane + i % 8] = total[i];
+  __syncthreads();
+  if (threadIdx.x < HEAD_DIM) {
+    float t = shared[0][threadIdx.x];
+    for (int w = 1; w < 8; w++) t = of_v ? fmaxf(t, shared[w][threadIdx.x]) : t + shared[w][threadIdx.x];
+    float* partial = job.partial + (of_v ? (i64)gridDim.y * job.chunks * HEAD_DIM : 0);
+    partial[((i64)bh * job.chunks + blockIdx.x) * HEAD_DIM + threadIdx.x] = t;
+  }
+}
+
+// Mean of k and scale of v (F1) from the chunks, in a fixed order. blockIdx: B H; 128 threads
+extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
+  const int bh = blockIdx.x, channel = threadIdx.x;
+  const float* sums = job.partial + (i64)bh * job.chunks * HEAD_DIM + channel;
+  const float* maxima = sums + (i64)gridDim.x * job.chunks * HEAD_DIM;
+  const int count = count_of(job, bh / job.heads);
+  float sum = 0.f, top = 0.f;
+#pragma unroll 8
+  for (int c = 0; c < job.chunks; c++) {
+    if (job.smooth_k) sum += sums[(i64)c * HEAD_DIM];
+    if (job.v_scale) top = fmaxf(top, maxima[(i64)c * HEAD_DIM]);
+  }
+  if (job.smooth_k) job.k_mean[bh * HEAD_DIM + channel] = sum / (float)max(count, 1);
+  if (job.v_scale) job.v_scale[bh * HEAD_DIM + channel] = top > 0.f ? top / 224.f : 1.f;
+}
+
+// blockIdx: 64-row block of a head, B H; 256 threads
+template <typename T, bool INT8>
+DEVICE void quantize_q(const Job& job) {
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
+  const int lane = threadIdx.x & 3, r = threadIdx.x / 4;
+  const i64 block = (i64)bh * gridDim.x + blockIdx.x, row = (i64)blockIdx.x * 64 + r;
+  float x[32];
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] = 0.f;
+  if (row < job.queries) {
+    load_row(row_of<T>(job.q, batch, head, row), lane, x);
+    apply_rope(job.rope, batch, row, lane, x);
+  }
+  if (job.lse_shift) {
+    float dot = 0.f;
+    if (job.smooth_k)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float4 mean = four_of(job.k_mean + bh * HEAD_DIM, lane, i);
+        dot = fmaf(x[4 * i], mean.x, fmaf(x[4 * i + 1], mean.y, fmaf(x[4 * i + 2], mean.z, fmaf(x[4 * i + 3], mean.w, dot))));
+      }
+    dot += __shfl_xor_sync(~0u, dot, 1);
+    dot += __shfl_xor_sync(~0u, dot, 2);
+    if (lane == 0 && row < job.queries) job.lse_shift[bh * job.queries + row] = dot * job.softmax_scale;
+  }
+  if (job.rotate) rotate(job.signs, lane, x);
+  const float amax = quad_amax(x), scale = amax > 0.f ? amax / (INT8 ? 127.f : 448.f) : 1.f;
+  store_codes<INT8>(job.q_image + block * 8192, r, lane, x, 1.f / scale);
+  if (lane == 0) job.q_scale[block * 64 + r] = row < job.queries ? stored_scale(job, amax, scale) : 0.f;
+}
+
+// A key, centred and rotated
+template <typename T>
+DEVICE void load_key(const Job& job, int bh, i64 entry, int lane, float (&x)[32]) {
+  const int batch = bh / job.heads, head = bh % job.heads;
+  const i64 token = token_at(job, bh, entry);
+  load_row(row_of<T>(job.k, batch, head, token), lane, x);
+  apply_rope(job.rope, batch, token, lane, x);
+  if (job.smooth_k)
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float4 mean = four_of(job.k_mean + bh * HEAD_DIM, lane, i);
+      x[4 * i] -= mean.x;
+      x[4 * i + 1] -= mean.y;
+      x[4 * i + 2] -= mean.z;
+      x[4 * i + 3] -= mean.w;
+    }
+  if (job.rotate) rotate(job.signs, lane, x);
+}
+// blockIdx: group of 32 keys, B H; 128 threads
+template <typename T, bool INT8>
+DEVICE void quantize_k(const Job& job) {
+  __shared__ float maxima[4];
+  const int bh = blockIdx.y, lane = threadIdx.x & 3, key = threadIdx.x / 4, group = blockIdx.x % 4;
+  const i64 tile = blockIdx.x / 4, first = tile * TILE;
+  const int count = min((i64)TILE, count_of(job, bh / job.heads) - first);
+  if (count <= 0) return;
+  const int last = count - 1, source = min(group, last / 32);
+  float x[32];
+  load_key<T>(job, bh, first + min(32 * source + key, last), lane, x);
+  float amax = quad_amax(x);
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+  if ((threadIdx.x & 31) == 0) maxima[threadIdx.x / 32] = amax;
+  __syncthreads();
+  const float top = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+  const float scale = top > 0.f ? top / (INT8 ? 127.f : 448.f) : 1.f;
+  // a group without keys repeats the last key, codes and scale: its scores are then that key's, bit for bit
+  if (group != source) load_key<T>(job, bh, first + last, lane, x);
+  char* record = job.k_image + ((i64)bh * job.tiles + tile) * KEY_RECORD;
+  const int i = key / 4, b = key % 4;
+  store_codes<INT8>(record, 16 * i + 8 * (b / 2) + 2 * group + b % 2, lane, x, 1.f / scale);
+  if (threadIdx.x == 0) ((float*)(record + 16384))[group] = stored_scale(job, top, scale);
+}
+
+template <typename T>
+struct __align__(2 * sizeof(T)) Pair {
+  u32 words[sizeof(T) / 2];
+};
+// The lowest bytes of a word, as many as there are keys
+DEVICE u32 real_bytes(int keys) { return keys >= 4 ? ~0u : (1u << 8 * max(keys, 0)) - 1; }
+// Code bytes of a channel's 32 keys of one lane into its row of the image; word i of the lane is 4 keys from 32 a + 4 i.
+template <bool INT8>
+DEVICE void store_channel(char* image, int channel, int a, int count, const float (&r)[32], float inverse) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 codes = pack_codes<INT8>(r[4 * i] * inverse, r[4 * i + 1] * inverse, r[4 * i + 2] * inverse, r[4 * i + 3] * inverse);
+    if (count < TILE) codes &= real_bytes(count - 32 * a - 4 * i);
+    *(u32*)(image + channel * 128 + ((i ^ (channel & 7)) * 16) + a * 4) = codes;
+  }
+}
+DEVICE float quad_total(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+DEVICE float round_f16(float x) {
+  float y;
+  asm("{.reg .b16 h; cvt.rn.f16.f32 h,%1; cvt.f32.f16 %0,h;}" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float round_bf16(float x) { return __uint_as_float(pack_bf16(0.f, x) & 0xFFFF0000u); }
+
+// blockIdx: tile (padded to 16), B H; 256 threads. A thread holds channels c and c + 1 of keys 32 a to 32 a + 31.
+// F16: means in fp16, else bf16 (int8 only)
+template <typename T, bool INT8, bool F16>
+DEVICE void quantize_v(const Job& job) {
+  extern __shared__ char memory[];
+  Pair<T>* pairs = (Pair<T>*)memory;  // [128 keys][64], a row of group a turned by 8 a: no bank conflict either way
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
+  const int a = threadIdx.x & 3, pair = threadIdx.x / 4, c = 2 * pair;
+  const i64 first = (i64)blockIdx.x * TILE, index = (i64)bh * job.tiles + blockIdx.x;
+  const int count = max((i64)0, min((i64)TILE, count_of(job, batch) - first));
+  // means of tile j: row j % 16 of a 128-byte-swizzled [16][128] 16-bit image, halves of 64 channels
+  const int place = blockIdx.x % 16, half = c / 64, chunk = (c % 64) / 8 ^ (place & 7);
+  u32* mean_at = (u32*)(job.means + ((i64)bh * (gridDim.x / 16) + blockIdx.x / 16) * MEAN_RECORD + half * 2048 +
+                        place / 8 * 1024 + place % 8 * 128 + chunk * 16 + (c % 8) * 2);
+  if (count == 0) {
+    if (job.demean && a == 0) *mean_at = 0;
+    return;
+  }
+  Eight<T> loaded[8];
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    const int key = 16 * n + threadIdx.x / 16;
+    const i64 token = token_at(job, bh, first + min(key, count - 1));
+    loaded[n] = load_eight(row_of<T>(job.v, batch, head, token) + threadIdx.x % 16 * 8);
+  }
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    const int key = 16 * n + threadIdx.x / 16;
+    // absent keys are zero for the sum
+    if (key >= count)
+#pragma unroll
+      for (u32& word : loaded[n].words) word = 0;
+    *(Eight<T>*)(pairs + key * 64 + (threadIdx.x % 16 * 4 + 8 * (key / 32)) % 64) = loaded[n];
+  }
+  __syncthreads();
+  float x[32], y[32], sum_x = 0.f, sum_y = 0.f;
+#pragma unroll
+  for (int k = 0; k < 32; k++) {
+    const Pair<T> p = pairs[(32 * a + k) * 64 + (pair + 8 * a) % 64];
+    sum_x += x[k] = element<T>(p.words, 0);
+    sum_y += y[k] = element<T>(p.words, 1);
+  }
+  float sx = 1.f, sy = 1.f, mx = 0.f, my = 0.f;
+  if (!INT8) sx = __ldg(job.v_scale + bh * HEAD_DIM + c), sy = __ldg(job.v_scale + bh * HEAD_DIM + c + 1);
+  if (job.demean) {
+    mx = quad_total(sum_x) / (float)count / sx;
+    my = quad_total(sum_y) / (float)count / sy;
+    if (a == 0) *mean_at = F16 ? pack_f16(mx, my) : pack_bf16(mx, my);
+    mx = (F16 ? round_f16(mx) : round_bf16(mx)) * sx;
+    my = (F16 ? round_f16(my) : round_bf16(my)) * sy;
+  }
+  float top_x = 0.f, top_y = 0.f;
+#pragma unroll
+  for (int k = 0; k < 32; k++) {
+    x[k] -= mx;
+    y[k] -= my;
+    const bool real = count == TILE || 32 * a + k < count;
+    if (INT8 && real) top_x = fmaxf(top_x, fabsf(x[k])), top_y = fmaxf(top_y, fabsf(y[k]));
+  }
+  __syncthreads();
+  char* image = memory;
+  if (INT8) {
+    top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, 1)), top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, 2));
+    top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, 1)), top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, 2));
+    sx = top_x > 0.f ? top_x / 127.f : 1.f;
+    sy = top_y > 0.f ? top_y / 127.f : 1.f;
+    if (a == 0) ((float2*)(image + 16384))[pair] = make_float2(sx, sy);
+  } else if (threadIdx.x < 64) {
+    // eight equal rows of ones, zero at absent keys: they sum the probabilities
+    const int r = threadIdx.x / 8, i = threadIdx.x % 8;
+    u32 ones[4];
+#pragma unroll
+    for (int g = 0; g < 4; g++) ones[g] = 0x38383838u & real_bytes(count - 32 * g - 4 * i);
+    *(uint4*)(image + 16384 + r * 128 + (i ^ r) * 16) = make_uint4(ones[0], ones[1], ones[2], ones[3]);
+  }
+  store_channel<INT8>(image, c, a, count, x, 1.f / sx);
+  store_channel<INT8>(image, c + 1, a, count, y, 1.f / sy);
+  __syncthreads();
+  constexpr int RECORD = 16384 + (INT8 ? 512 : 1024);
+  uint4* out = (uint4*)(job.v_image + index * RECORD);
+  for (int i = threadIdx.x; i < RECORD / 16; i += 256) out[i] = ((const uint4*)image)[i];
+}
+
+// Switches: INPUT (Bf16, Fp16 or float), USE_INT8_QK, USE_INT8_VALUES, USE_ROPE, USE_WIDE (16-byte rows)
+template <typename T> struct is_fp16 { static constexpr bool value = false; };
+template <> struct is_fp16<Fp16> { static constexpr bool value = true; };
+constexpr bool MEAN_F16 = !USE_INT8_VALUES || is_fp16<INPUT>::value;
+extern "C" __global__ void __launch_bounds__(256) statistics(const __grid_constant__ Job job, int first) {
+  chunk_statistics<INPUT>(job, blockIdx.z + first);
+}
+extern "C" __global__ void __launch_bounds__(256) codes_q(const __grid_constant__ Job job) {
+  quantize_q<INPUT, USE_INT8_QK>(job);
+}
+extern "C" __global__ void __launch_bounds__(128, USE_ROPE ? 6 : 8) codes_k(const __grid_constant__ Job job) {
+  quantize_k<INPUT, USE_INT8_QK>(job);
+}
+extern "C" __global__ void __launch_bounds__(256, 2) codes_v(const __grid_constant__ Job job) {
+  quantize_v<INPUT, USE_INT8_VALUES, MEAN_F16>(job);
+}

@@ -1,0 +1,144 @@
+// Rows of q, k and v on their way to codes: strided loads, rotary embedding, Hadamard rotation, byte packing.
+// Four lanes hold one row of 128 channels: lane l of the quad has channels 32 i + 8 l + w as x[8 i + w].
+#pragma once
+#include "hopper.cuh"
+
+// A strided tensor [B, H, L, 128]; strides in elements, the last one 1.
+struct Rows {
+  const void* data;
+  i64 batch, head, row;
+};
+// cos, sin: fp32 [B or 1, L, 64]; batch: elements between batches, 0 if shared; layout 1 interleaved, 2 half
+struct Rope {
+  const float *cos, *sin;
+  i64 batch;
+  int layout;
+};
+struct Bf16 { u16 bits; };
+struct Fp16 { u16 bits; };
+// Element i of packed words: 2 to a word, or 1 if 32 bits wide
+template <typename T> DEVICE float element(const u32* words, int i);
+template <> DEVICE float element<Bf16>(const u32* words, int i) {
+  return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
+}
+template <> DEVICE float element<Fp16>(const u32* words, int i) { return low_f16(i % 2 ? words[i / 2] >> 16 : words[i / 2]); }
+template <> DEVICE float element<float>(const u32* words, int i) { return __uint_as_float(words[i]); }
+
+template <typename T>
+DEVICE const T* row_of(const Rows& rows, int batch, int head, i64 row) {
+  return (const T*)rows.data + batch * rows.batch + head * rows.head + row * rows.row;
+}
+// Eight consecutive elements, as they are. USE_WIDE: every row starts on 16 bytes, so whole vectors can be read.
+template <typename T>
+struct __align__(16) Eight {
+  u32 words[2 * sizeof(T)];
+  DEVICE float operator[](int i) const { return element<T>(words, i); }
+};
+template <typename T>
+DEVICE Eight<T> load_eight(const T* p) {
+  Eight<T> r;
+  if (USE_WIDE) {
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(r) / 16; i++) ((uint4*)&r)[i] = __ldg((const uint4*)p + i);
+  } else if (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) r.words[i % (2 * sizeof(T))] = ((const u32*)p)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) r.words[i] = ((const u16*)p)[2 * i] | (u32)((const u16*)p)[2 * i + 1] << 16;
+  }
+  return r;
+}
+template <typename T>
+DEVICE void load_row(const T* row, int lane, float (&x)[32]) {
+  Eight<T> r[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) r[i] = load_eight(row + 32 * i + 8 * lane);
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] = r[i / 8][i % 8];
+}
+
+DEVICE void turn(float& a, float& b, float c, float s) {
+  const float x = a * c - b * s;
+  b = a * s + b * c;
+  a = x;
+}
+DEVICE void apply_rope(const Rope& rope, int batch, i64 row, int lane, float (&x)[32]) {
+  if (!USE_ROPE) return;
+  const float* cos = rope.cos + batch * rope.batch + row * 64;
+  const float* sin = rope.sin + batch * rope.batch + row * 64;
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    // pairs (2 p, 2 p + 1) with p = 16 i' + 4 l + w', or (p, p + 64) with p = 32 i' + 8 l + w: both of one lane
+    if (rope.layout == 1) {
+      const int p = 16 * (i / 4) + 4 * lane + i % 4;
+      turn(x[2 * i], x[2 * i + 1], __ldg(cos + p), __ldg(sin + p));
+    } else {
+      const int p = 32 * (i / 8) + 8 * lane + i % 8;
+      turn(x[i], x[i + 16], __ldg(cos + p), __ldg(sin + p));
+    }
+  }
+}
+
+// Rotation of C2 times sqrt(128): signs, then the Hadamard matrix. signs: bit c of 128 negates channel c.
+constexpr float ROTATION_NORM = 0.08838834764831845f;
+DEVICE void rotate(const u32 (&signs)[4], int lane, float (&x)[32]) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) {
+    const u32 mine = signs[i / 8] >> (8 * lane);
+    x[i] = __uint_as_float(__float_as_uint(x[i]) ^ ((mine << (31 - i % 8)) & 0x80000000u));
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+      if (!(i & step)) {
+        const float a = x[i], b = x[i + step];
+        x[i] = a + b;
+        x[i + step] = a - b;
+      }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const float sign = (lane & step) ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 32; i++) x[i] = fmaf(x[i], sign, __shfl_xor_sync(~0u, x[i], step));
+  }
+}
+// This lane's share of a row of 128 floats
+DEVICE float4 four_of(const float* row, int lane, int i) {
+  return __ldg((const float4*)(row + 32 * (i / 2) + 8 * lane + 4 * (i % 2)));
+}
+
+DEVICE float quad_amax(const float (&x)[32]) {
+  float a = 0.f;
+#pragma unroll
+  for (int i = 0; i < 32; i++) a = fmaxf(a, fabsf(x[i]));
+  a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+  return fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+}
+DEVICE u32 pack_s8(float x0, float x1, float x2, float x3) {
+  u32 d;
+  asm("{.reg .s32 a,b,c,e; .reg .b32 t;\n"
+      "cvt.rni.s32.f32 a,%1; cvt.rni.s32.f32 b,%2; cvt.rni.s32.f32 c,%3; cvt.rni.s32.f32 e,%4;\n"
+      "cvt.pack.sat.s8.s32.b32 t,e,c,0; cvt.pack.sat.s8.s32.b32 %0,b,a,t;}"
+      : "=r"(d) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return d;
+}
+template <bool INT8>
+DEVICE u32 pack_codes(float x0, float x1, float x2, float x3) {
+  return INT8 ? pack_s8(x0, x1, x2, x3) : pack_e4m3(x0, x1, x2, x3);
+}
+
+// A row's codes into a 128-byte-swizzled image whose row r starts at image + 128 r.
+template <bool INT8>
+DEVICE void store_codes(char* image, int r, int lane, const float (&x)[32], float inverse) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float* y = x + 8 * i;
+    const int chunk = (2 * i + lane / 2) ^ (r & 7);
+    uint2 codes;
+    codes.x = pack_codes<INT8>(y[0] * inverse, y[1] * inverse, y[2] * inverse, y[3] * inverse);
+    codes.y = pack_codes<INT8>(y[4] * inverse, y[5] * inverse, y[6] * inverse, y[7] * inverse);
+    *(uint2*)(image + r * 128 + chunk * 16 + (lane & 1) * 8) = codes;
+  }
+}

@@ -1,0 +1,19 @@
+"""What ptxas says of a CUDA source, for tests that compile without a GPU."""
+
+import re
+
+from comfyui_vc_attention.kernels.attend import cuda_build
+
+# wgmma products that ptxas runs one by one: a warning, and a third of the speed
+SERIALISED = re.compile(r"C751[0-8]")
+
+
+def report(source, arch, defines):
+    """{kernel: (registers, spilled bytes stored)} and the whole compiler log."""
+    _, log = cuda_build.compile_cubin(source, arch, defines, ("--ptxas-options=-v",))
+    kernels = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        registers = int(re.search(r"Used (\d+) registers", part).group(1))
+        spilled = int(re.search(r"(\d+) bytes spill stores", part).group(1))
+        kernels[part.partition("'")[0]] = (registers, spilled)
+    return kernels, log

@@ -1,0 +1,38 @@
+"""The Hopper preparation compiles for every input and its host layout is the reference's."""
+
+import pytest
+import torch
+from comfyui_vc_attention.kernels import formats
+from comfyui_vc_attention.kernels.attend import cuda_build
+from comfyui_vc_attention.kernels.prepare import cuda_sm90
+
+from ..attend.compiled import report
+
+reason = cuda_build.why_no_build()
+
+
+@pytest.mark.skipif(reason is not None, reason=str(reason))
+@pytest.mark.parametrize(
+    "case", ["Bf16 1 0 0 1", "Fp16 0 0 1 1", "float 1 1 0 0"], ids=lambda case: case.replace(" ", "-")
+)
+def test_compiles(case):
+    names = ("INPUT", "USE_INT8_QK", "USE_INT8_VALUES", "USE_ROPE", "USE_WIDE")
+    defines = tuple(f"{name}={value}" for name, value in zip(names, case.split(), strict=True))
+    kernels, _ = report(cuda_sm90.SOURCE, "sm_90a", defines)
+    assert set(kernels) == {"statistics", "finish_statistics", "codes_q", "codes_k", "codes_v"}
+    # a thousand threads on a multiprocessor
+    assert kernels["codes_k"][0] <= (80 if "USE_ROPE=1" in defines else 64)
+    assert all(spilled <= 32 for _, spilled in kernels.values())
+
+
+def test_sign_words_are_the_formats():
+    words = cuda_sm90._sign_words()
+    signs = [-1.0 if words[c // 32] >> c % 32 & 1 else 1.0 for c in range(128)]
+    assert tuple(signs) == formats.hadamard_signs(128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide"), [(torch.empty(2, 3, 4, 128), True), (torch.empty(2, 3, 4, 129)[..., :128], False)]
+)
+def test_wide_rows(rows, wide):
+    assert cuda_sm90._is_wide(rows) is wide
