@@ -8,7 +8,7 @@ pytestmark = pytest.mark.comfyui
 
 # kind -> attention calls per forward that are video self-attention, and that are not
 CALLS = {"hunyuan": (4, 2), "hunyuan15": (3, 2), "h3": (3, 0)}
-CALL_LIMIT = 0.03
+CALL_LIMIT = 0.025  # relative L2 of one call; int8_int8 measures at most 0.018 on these tensors
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_h3_comes_in_boxes(load_tiny, patch, sampling, monkeypatch):
     exact = sampling.sample(load_tiny("h3"), steps=2, kind="h3")
     close = sampling.sample(patch(load_tiny("h3")), steps=2, kind="h3")
     for ours, theirs in zip(close.unbind(), exact.unbind(), strict=True):
-        assert 30 < sampling.psnr(ours, theirs) < 200
+        assert 40 < sampling.psnr(ours, theirs) < 200
 
 
 def test_d12_h3_blocks_are_numbered_by_their_place(load_tiny, patch, sampling, monkeypatch):

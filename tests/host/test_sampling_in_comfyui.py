@@ -10,10 +10,10 @@ import torch
 pytestmark = pytest.mark.comfyui
 
 BLOCKS = 3
-# Relative L2 of one call. A tiny model's latent cannot tell 8-bit from exact, a call can: int8_int8 measures
-# 0.007 to 0.012 on these tensors.
-CALL_LIMIT = 0.03
-PSNR_LIMIT = 35.0  # dB between patched and unpatched latents; uniform attention weights give under 30
+# Relative L2 of one call. A tiny model's latent cannot tell 8-bit from exact, a call can: int8_int8 measures at
+# most 0.016 on these tensors.
+CALL_LIMIT = 0.025
+PSNR_LIMIT = 40.0  # dB between patched and unpatched latents: measured 54 and more, uniform weights give 25
 
 
 def summary(caplog):
