@@ -10,8 +10,8 @@ import torch
 pytestmark = pytest.mark.comfyui
 
 BLOCKS = 3
-# Relative L2 of one call. A tiny model's latent cannot tell 8-bit from exact, a call can: int8_int8 measures at
-# most 0.016 on these tensors.
+# Relative L2 of one call. A tiny model's latent cannot tell 8-bit from exact, a call can: int8_int8 measures
+# at most 0.016 on these tensors.
 CALL_LIMIT = 0.025
 PSNR_LIMIT = 40.0  # dB between patched and unpatched latents: measured 54 and more, uniform weights give 25
 
