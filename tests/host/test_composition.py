@@ -202,7 +202,7 @@ def test_a_model_function_wrapper_as_teacache_has_one(load_tiny, patch, watch, s
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_torch_compile_keeps_the_schedule_moving(load_tiny, patch, sampling, caplog, kind, ours_first):
+def test_x05_torch_compile_keeps_the_schedule_moving(load_tiny, patch, sampling, caplog, kind, ours_first):
     """TorchCompileModel drops every guard on transformer_options: whatever is traced from there is frozen."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
@@ -218,6 +218,9 @@ def test_torch_compile_keeps_the_schedule_moving(load_tiny, patch, sampling, cap
     latent = sampling.sample(model, steps=8, kind=kind)
     assert said(caplog) == expected and "grouped in 2 of 8 steps" in expected
     assert sampling.psnr(latent, plain) > PSNR_LIMIT
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    sampling.sample(model, steps=4, kind=kind)  # X05: other steps and another run compile nothing new
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("schedule", ["standard_static", "standard_uniform"])

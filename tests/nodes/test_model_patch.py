@@ -159,6 +159,34 @@ def test_d05_fewer_key_heads_go_to_the_host(patched):
         assert reached_host == 1 and torch.equal(out, host_func(q, k, v, 4, **how))
 
 
+def test_n11_an_opted_out_call_is_the_hosts_bit_for_bit(patched, caplog):
+    """Wan i2v: the image's cross-attention, which low precision turned into black video."""
+    q, (_, k, v) = wan_call(4096, batch=1)[0], wan_call(257, batch=1)
+    how = {"low_precision_attention": False}
+    with caplog.at_level(logging.INFO, "vc_attention"):
+        results = one_call(patched(), qkv=(q, k, v), sigmas=(1.0, 0.0), **how)
+    assert all(reached == 1 and torch.equal(out, host_func(q, k, v, 2)) for out, reached in results)
+    assert "1 opted out by the model" in summary(caplog)
+
+
+def test_d07_odd_offsets_are_taken_and_odd_strides_left(patched):
+    storage = torch.randn(1 + 96 * 256 * 2, generator=torch.Generator().manual_seed(2))
+    shifted = storage.as_strided((1, 96, 256), (96 * 256, 256, 1), 1)
+    results = one_call(patched(), qkv=(shifted,) * 3, conditions=(((0,), 40),))
+    expected = host_func(shifted, shifted, shifted, 2)
+    assert all(not reached and relative_l2(out, expected) < LIMIT for out, reached in results)
+    spread = storage.as_strided((1, 96, 256), (96 * 512, 512, 2), 0)
+    results = one_call(patched(), qkv=(spread,) * 3, conditions=(((0,), 40),))
+    assert all(reached and torch.equal(out, host_func(spread, spread, spread, 2)) for out, reached in results)
+
+
+def test_d13_float32_is_not_cast_to_16_bits(patched):
+    q, k, v = wan_call()
+    for out, reached in one_call(patched(), qkv=(q, k, 1e5 * v)):
+        assert not reached and out.dtype == torch.float32 and out.isfinite().all()
+        assert relative_l2(out, host_func(q, k, 1e5 * v, 2)) < LIMIT
+
+
 @pytest.mark.parametrize("head_dim", [40, 160, 512])
 def test_d03_other_head_dims_go_to_the_host(patched, head_dim):
     q = torch.randn(1, 2, 96, head_dim)

@@ -18,6 +18,11 @@ def test_a_quarter_of_a_whole_schedule_is_grouped_as_in_the_paper(make_model, si
     assert grouped_steps(make_model(), simple_sigmas(steps)) == list(range(count))
 
 
+def test_n25_few_step_schedules_are_resolved_as_documented(make_model, simple_sigmas):
+    counts = [len(grouped_steps(make_model(), simple_sigmas(steps))) for steps in (4, 8, 20, 50)]
+    assert counts == [1, 2, 5, 13]
+
+
 def test_window_ends(make_model, simple_sigmas):
     sigmas = simple_sigmas(8)
     assert grouped_steps(make_model(), sigmas, window=0.0) == []
