@@ -1,10 +1,12 @@
 """The nodes for Raylight: RAY_ACTORS in, RAY_ACTORS out. What they do happens in the workers."""
 
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
 
+from . import raylight_worker  # noqa: F401, so that it is loaded wherever the pack is: workers look it up
 from .patch_node import advanced_inputs, main_inputs
 from .run_report import say
 
@@ -82,7 +84,9 @@ def ray_actors():
 
 def on_all(workers, method: str, *args) -> list[Any]:
     """Call a method of every worker at the same time and wait for all: they may meet in a collective."""
-    return [reference.future().result() for reference in [getattr(w, method).remote(*args) for w in workers]]
+    futures = [getattr(worker, method).remote(*args).future() for worker in workers]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def parallel_dict(workers) -> dict[str, Any]:

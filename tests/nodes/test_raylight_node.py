@@ -152,7 +152,7 @@ async def load_custom_node(path):
     spec = importlib.util.spec_from_file_location(name, os.path.join(path, "__init__.py"))
     sys.modules[name] = pack = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pack)
-    importlib.import_module(name + ".nodes.raylight_worker")
+    await pack.comfy_entrypoint()
     return True
 '''
 
