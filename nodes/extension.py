@@ -2,6 +2,8 @@
 
 from comfy_api.latest import ComfyExtension
 
+from .benchmark_node import VCAttentionBenchmark
+from .capture_node import VCAttentionCapture
 from .compare_node import VCAttentionCompare
 from .patch_node import VCAttentionPatch
 from .report_node import VCAttentionReport
@@ -11,6 +13,8 @@ NODES = (
     VCAttentionPatch,
     VCAttentionReport,
     VCAttentionCompare,
+    VCAttentionBenchmark,
+    VCAttentionCapture,
     VCAttentionSample,
     VCAttentionSampleDecode,
 )

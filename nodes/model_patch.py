@@ -116,21 +116,7 @@ class AttentionOverride:
         if out is not None:
             return out
         with self._watch_usual(kwargs, q.peek().device):
-            return self._hand_over(boxes, args, kwargs)
-
-    def _hand_over(self, boxes, args, kwargs):
-        """Boxes that we declined go to the previous override, else to ComfyUI."""
-        q, k, v = boxes
-        previous = self._vc_previous
-        if previous is None:
-            return host_attention()(q, k, v, *args, **kwargs)
-        if getattr(previous, "container_function", None) is not None:
-            return previous.container_function(q, k, v, *args, **kwargs)
-        host = host_attention()
-        undecorated = getattr(
-            host, "__wrapped__", host
-        )  # the plain override contract hands over the bare backend
-        return previous(undecorated, *(box.take() for box in boxes), *args, **kwargs)
+            return hand_over(self._vc_previous, boxes, args, kwargs)
 
     def _watch_usual(self, kwargs, device):
         """Times what ComfyUI does with video self-attention that we left to it."""
@@ -280,6 +266,18 @@ class AttentionOverride:
             if mask is None:
                 record.add_energy(step, accepted.block, v, grouping.order)
         return grouping
+
+
+def hand_over(previous, boxes, args, kwargs):
+    """Boxes that an override leaves alone go to the one that was there before, else to ComfyUI."""
+    if previous is None:
+        return host_attention()(*boxes, *args, **kwargs)
+    if getattr(previous, "container_function", None) is not None:
+        return previous.container_function(*boxes, *args, **kwargs)
+    # the plain override contract hands over the bare backend
+    host = host_attention()
+    undecorated = getattr(host, "__wrapped__", host)
+    return previous(undecorated, *(box.take() for box in boxes), *args, **kwargs)
 
 
 def host_attention():
