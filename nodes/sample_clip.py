@@ -75,8 +75,8 @@ def patch_basis() -> torch.Tensor:
 def encode_frames(frames: torch.Tensor) -> torch.Tensor:
     """Frames [B, T, H, W, 3] in 0..1 -> latents [B, 16, T, H / PATCH, W / PATCH], float32.
 
-    The latents have about unit variance. They are what the diffusion model sees; ComfyUI's LATENT differs by
-    Wan's per-channel scale and mean. Raises ValueError if H or W is no multiple of PATCH.
+    The coarsest channel has unit variance, finer ones less. They are what the diffusion model sees;
+    ComfyUI's LATENT differs by Wan's per-channel scale and mean. Raises ValueError if H or W is no multiple of PATCH.
     """
     b, t, height, width, _ = frames.shape
     if height % PATCH or width % PATCH:
@@ -87,8 +87,8 @@ def encode_frames(frames: torch.Tensor) -> torch.Tensor:
         .transpose(3, 4)
         .flatten(4)
     )
-    mean, std, basis = constants(frames.device)
-    return ((patches @ basis.T - mean) / std).movedim(-1, 1)
+    mean, scale, basis = constants(frames.device)
+    return ((patches @ basis.T - mean) / scale).movedim(-1, 1)
 
 
 def decode_latent(latent: torch.Tensor) -> torch.Tensor:
@@ -99,14 +99,16 @@ def decode_latent(latent: torch.Tensor) -> torch.Tensor:
     """
     if latent.ndim != 5 or latent.shape[1] != LATENT_CHANNELS:
         raise ValueError(f"a clip's latent is [B, {LATENT_CHANNELS}, T, h, w], got {list(latent.shape)}")
-    mean, std, basis = constants(latent.device)
-    patches = (latent.float().movedim(1, -1) * std + mean) @ basis
+    mean, scale, basis = constants(latent.device)
+    patches = (latent.float().movedim(1, -1) * scale + mean) @ basis
     b, t, h, w, _ = patches.shape
     frames = patches.reshape(b, t, h, w, PATCH, PATCH, 3).transpose(3, 4)
     return frames.reshape(b, t, h * PATCH, w * PATCH, 3).clamp(0.0, 1.0)
 
 
 def constants(device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Channel means [16], channel standard deviations [16] and the basis [16, 48], on a device."""
+    """Channel means [16], channel scales [16] and the basis [16, 48], on a device."""
     mean, std = torch.tensor(CHANNEL_MEAN), torch.tensor(CHANNEL_STD)
-    return mean.to(device), std.to(device), patch_basis().to(device)
+    # half whitened: at unit variance everywhere, fine detail would count as much as the shapes do
+    scale = (std * std[0]).sqrt()
+    return mean.to(device), scale.to(device), patch_basis().to(device)

@@ -74,7 +74,7 @@ def paint_background(uniform, x, y, frame):
 
 def paint_pillar(uniform, x, y, size):
     """A round, banded, nearly grey column: colour [B, 1, S, S, 3] and coverage [B, 1, S, S]."""
-    half = uniform(6.0, 9.0, pixels=True)
+    half = uniform(5.0, 8.0, pixels=True)
     across = (x - uniform(0.38, 0.62) * size) / half
     bands = (y * (2.0 * math.pi / uniform(9.0, 16.0, pixels=True)) + uniform(0.0, 2.0 * math.pi)).cos()
     level = torch.where(uniform(0.0, 1.0) < 0.5, uniform(0.18, 0.28), uniform(0.78, 0.90))
@@ -85,13 +85,13 @@ def paint_pillar(uniform, x, y, size):
 
 def paint_shape(uniform, x, y, time, size, shape, colour):
     """The travelling shape: colour [B, T, S, S, 3], coverage and soft shadow [B, T, S, S]."""
-    radius = uniform(13.0, 17.0, pixels=True)
-    start, end = uniform(0.17, 0.28), uniform(0.72, 0.83)
+    radius = uniform(19.0, 23.0, pixels=True)
+    start, end = uniform(0.24, 0.32), uniform(0.68, 0.76)
     along = torch.where(uniform(0.0, 1.0) < 0.5, time, 1.0 - time)
     centre_x = (start + (end - start) * along) * size
-    y0, y1 = uniform(0.30, 0.70), uniform(0.30, 0.70)
+    y0, y1 = uniform(0.36, 0.64), uniform(0.36, 0.64)
     centre_y = (y0 + (y1 - y0) * time + uniform(-0.08, 0.08) * (math.pi * time).sin()) * size
-    angle = uniform(-0.2, 0.2) + uniform(-0.4, 0.4) * time
+    angle = uniform(-0.15, 0.15) + uniform(-0.25, 0.25) * time
 
     u, v = turn(x - centre_x, y - centre_y, angle)
     distance = shape_distance(u, v, radius, shape.view(-1, 1, 1, 1))

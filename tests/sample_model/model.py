@@ -117,6 +117,7 @@ def time_waves(timestep):
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
+@torch.compiler.disable  # a compiler would recompute these float64 waves for every element, every block
 def rope_angles(grid, device):
     """(cos, sin) of each token's rotation, float32 [L, 64]: pairs turn with time, then height, then width."""
     places = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
