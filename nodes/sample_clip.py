@@ -76,7 +76,8 @@ def encode_frames(frames: torch.Tensor) -> torch.Tensor:
     """Frames [B, T, H, W, 3] in 0..1 -> latents [B, 16, T, H / PATCH, W / PATCH], float32.
 
     The coarsest channel has unit variance, finer ones less. They are what the diffusion model sees;
-    ComfyUI's LATENT differs by Wan's per-channel scale and mean. Raises ValueError if H or W is no multiple of PATCH.
+    ComfyUI's LATENT differs by Wan's per-channel scale and mean. Raises ValueError if H or W is no
+    multiple of PATCH.
     """
     b, t, height, width, _ = frames.shape
     if height % PATCH or width % PATCH:
