@@ -152,6 +152,35 @@ class Diffusers:
         assert not declined
         return out.transpose(1, 2)
 
+    def models(self):
+        """Outputs of a whole tiny Wan transformer: alone, and split by diffusers' own context parallelism."""
+        from comfyui_vc_attention.kernels.parallel.diffusers import attention_backend
+        from diffusers import ContextParallelConfig, WanTransformer3DModel
+        from diffusers.hooks import context_parallel
+
+        context_parallel.logger.warning_once = print  # which the logger of 0.41.0 lacks
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by it, also on a CPU
+        generator = torch.Generator().manual_seed(1)
+        latent = torch.randn(1, 4, 3, 20, 20, generator=generator)  # 300 tokens
+        text = torch.randn(1, 6, 16, generator=generator)
+        made = {}
+        for name, degrees in (
+            ("alone", {}),
+            ("ulysses", {"ulysses_degree": 2}),
+            ("ring", {"ring_degree": 2}),
+        ):
+            torch.manual_seed(0)
+            model = WanTransformer3DModel(
+                num_attention_heads=2, attention_head_dim=D, in_channels=4, out_channels=4,
+                text_dim=16, ffn_dim=64, num_layers=2, rope_max_seq_len=32,
+            ).eval()  # fmt: skip
+            with attention_backend(attention()) as declined:
+                if degrees:
+                    model.enable_parallelism(config=ContextParallelConfig(**degrees))
+                made[f"model, {name}"] = model(latent, torch.tensor([500.0]), text, return_dict=False)[0]
+            made[f"model, {name}, declined"] = dict(declined)
+        return made
+
 
 ENGINES = {"yunchang": Yunchang, "xdit": XDiT, "diffusers": Diffusers}
 
@@ -186,7 +215,7 @@ def results(engine):
     assert not in_window.groupings
     for change in ("base 2", "missing mean"):
         made[f"ring, {change}"] = whole(engine.run(spoiled(attention(), change), *shard))
-    return made
+    return made | engine.models() if hasattr(engine, "models") else made
 
 
 def main(folder, rank, *engines):
