@@ -29,7 +29,7 @@ export async function open(url, { vueNodes = false, width = 1500, height = 900, 
     ...settings,
   };
   for (const [name, value] of Object.entries(wanted)) {
-    await context.request.post(`${url}/api/settings/${name}`, { data: value });
+    await setSetting(context, url, name, value);
   }
   await page.goto(url);
   await page.waitForFunction(() => window.app?.graph && window.app.extensionManager && window.app.canvas, null, {
@@ -38,6 +38,12 @@ export async function open(url, { vueNodes = false, width = 1500, height = 900, 
   await page.waitForTimeout(1500);
   await page.keyboard.press("Escape");
   return page;
+}
+
+/** A setting as the server stores it; a loaded page does not see the change. */
+export async function setSetting(context, url, name, value) {
+  const headers = { "Content-Type": "application/json" };
+  await context.request.post(`${url}/api/settings/${name}`, { data: JSON.stringify(value), headers });
 }
 
 export async function close(page) {
