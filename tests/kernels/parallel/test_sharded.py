@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from comfyui_vc_attention.kernels import VCConfig, vc_attention
+from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
 from comfyui_vc_attention.kernels.parallel.sharded import ShardedAttention, refuse
-from comfyui_vc_attention.kernels.testing import relative_l2, sample_qkv
+from comfyui_vc_attention.kernels.testing import energy_removed, relative_l2, sample_qkv
 
 MERGE_BOUND = 1.1  # of the error of one process: a shard's scales fit its own keys
 
@@ -34,6 +34,22 @@ def test_ring_groups_nothing(outcome):
 def test_wrong_log_sum_exp_is_caught(outcome, fault):
     alone = relative_l2(outcome.one_process(), outcome.exact)
     assert outcome.error(f"ring, {fault}") > 5 * alone
+
+
+def test_shards_have_less_in_common_than_the_whole():
+    """Why a ring keeps token order; the README has the numbers for 16,384 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    centres = 0.75 * torch.randn(1, 1, 64, 64, generator=generator)
+    labels = torch.randint(0, 64, (1, 1, 4096), generator=generator)
+    v = torch.randn(1, 1, 4096, 64, generator=generator)
+    v += centres.gather(2, labels[..., None].expand(-1, -1, -1, 64))
+    removed = [energy_removed(v)]
+    for shards in (4, 2, 1):
+        parts = [part.contiguous() for part in v.chunk(shards, 2)]
+        shares = [energy_removed(part, group_tokens(part, 64).order) for part in parts]
+        removed.append(sum(shares) / shards)
+    assert removed == sorted(removed)
+    assert removed[-1] > 2 * removed[1]
 
 
 @pytest.fixture
