@@ -38,6 +38,27 @@ class Choice:
     recipe: Recipe | None = None
 
 
+def _load_cuda_int8_fp8_sm90():
+    from .attend.cuda_int8_fp8_sm90 import attend
+    from .prepare.cuda_sm90 import prepare
+
+    return Stages(prepare, attend)
+
+
+def _load_cuda_int8_int8_sm90():
+    from .attend.cuda_int8_int8_sm90 import attend
+    from .prepare.cuda_sm90 import prepare
+
+    return Stages(prepare, attend)
+
+
+def _load_cuda_fp8_fp8_sm90():
+    from .attend.cuda_fp8_fp8_sm90 import attend
+    from .prepare.cuda_sm90 import prepare
+
+    return Stages(prepare, attend)
+
+
 def _load_triton_int8_fp8():
     from .attend.triton_int8_fp8 import attend
     from .prepare.triton_int8_fp8 import prepare
@@ -64,6 +85,18 @@ def _load_reference():
     from .prepare.reference import prepare
 
     return Stages(prepare, attend)
+
+
+def _hopper_refuses(problem: AttentionProblem) -> str | None:
+    if problem.device_type != "cuda":
+        return f"runs on NVIDIA GPUs, got {problem.device_type}"
+    if problem.capability != (9, 0):
+        return f"needs sm_90 (H100, H200), got sm_{problem.capability[0]}{problem.capability[1]}"
+    if problem.head_dim != 128:
+        return f"needs head_dim 128, got {problem.head_dim}"
+    from .attend.cuda_build import why_no_build
+
+    return why_no_build()
 
 
 def _triton_missing() -> str | None:
@@ -113,6 +146,9 @@ def _reference_refuses(problem):
 
 # Best first: "auto" takes the first row whose recipe fits the config and that can run the problem.
 KERNELS = (
+    KernelSpec("cuda_int8_fp8_sm90", ("int8_fp8",), _load_cuda_int8_fp8_sm90, _hopper_refuses),
+    KernelSpec("cuda_int8_int8_sm90", ("int8_int8",), _load_cuda_int8_int8_sm90, _hopper_refuses),
+    KernelSpec("cuda_fp8_fp8_sm90", ("fp8_fp8",), _load_cuda_fp8_fp8_sm90, _hopper_refuses),
     KernelSpec(
         "triton_int8_fp8",
         ("int8_fp8",),
@@ -182,12 +218,25 @@ def _general_refusal(problem: AttentionProblem) -> str | None:
     return None
 
 
-def load_grouping(device: torch.device) -> Callable:
-    """The fastest group_tokens for a device; signature in group/reference.py."""
-    if device.type == "cuda" and torch.version.hip is None and _triton_missing() is None:
-        from .group.triton_kmeans import group_tokens
+def load_grouping(v: torch.Tensor) -> Callable:
+    """The fastest group_tokens for values v [B, H, Lk, D]; signature in group/reference.py."""
+    if v.device.type == "cuda" and torch.version.hip is None:
+        if _cuda_grouping_fits(v):
+            from .group.cuda_kmeans import group_tokens
 
-        return group_tokens
+            return group_tokens
+        if _triton_missing() is None:
+            from .group.triton_kmeans import group_tokens
+
+            return group_tokens
     from .group.reference import group_tokens
 
     return group_tokens
+
+
+def _cuda_grouping_fits(v):
+    from .attend.cuda_build import why_no_build
+    from .group.cuda_kmeans import why_not
+
+    # bf16 products need sm_80
+    return torch.cuda.get_device_capability(v.device) >= (8, 0) and not (why_not(v) or why_no_build())

@@ -134,6 +134,7 @@ def nvrtc_version() -> str:
     return f"{major.value}.{minor.value}"
 
 
+@functools.cache
 def why_no_build() -> str | None:
     """None where kernels can be compiled, else the reason."""
     try:

@@ -10,7 +10,7 @@ from ..operands import TokenGrouping
 SOURCE = Path(__file__).parent / "csrc" / "cuda_kmeans.cu"
 HEAD_DIM = 128
 CHUNK = 1024  # tokens of a block
-TOKENS = 256  # tokens of a tile of the update
+TOKENS = 128  # tokens of a tile of the update
 SAMPLE_STRIDE = 7  # one token in 7 (chosen; odd, so that no row length of a video lines up with it)
 TOKENS_PER_CLUSTER = 64  # the sample holds at least so many where there are as many (chosen)
 COLD_ITERATIONS = 6  # from evenly spaced seeds (chosen: energy removed within 0.02 of the reference's 10)

@@ -87,13 +87,15 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         softmax_scale,
         int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
     )  # fmt: skip
-    modules = (load(recipe, x.dtype, device, rope is not None, _is_wide(x)) for x in (q, k, v))
+    # one decision for q and k: it says whether the mean of k is kept rotated
+    tensor = recipe.rotate_qk and rope is None and torch.float32 not in (q.dtype, k.dtype)
+    modules = (load(recipe, x.dtype, device, rope is not None, _is_wide(x), tensor) for x in (q, k, v))
     _launch(operands, job, *modules, formats.TILE * HEAD_DIM * v.element_size())
     del rope_tables  # kept until the kernels that read them were launched
     return operands
 
 
-def load(recipe, dtype, device, rope=False, wide=True):
+def load(recipe, dtype, device, rope=False, wide=True, tensor_rotation=False):
     """The preparation kernels of a recipe for one input dtype."""
     qk, _, values = recipe.numerics.partition("_")
     switches = {
@@ -102,6 +104,7 @@ def load(recipe, dtype, device, rope=False, wide=True):
         "USE_INT8_VALUES": int(values == "int8"),
         "USE_ROPE": int(rope),
         "USE_WIDE": int(wide),
+        "USE_TENSOR_ROTATION": int(tensor_rotation),
     }
     return load_module(SOURCE, ARCH, device, tuple(f"{name}={value}" for name, value in switches.items()))
 
@@ -120,8 +123,8 @@ def _launch(operands, job, of_q, of_k, of_v, v_tile_bytes):
             of_v.launch("statistics", (chunks, all_heads), 256, job, pack("i", 1))
     if recipe.smooth_k or scales_v:
         of_k.launch("finish_statistics", (all_heads,), HEAD_DIM, job)
-    of_q.launch("codes_q", (operands.q.shape[2], all_heads), 256, job)
-    of_k.launch("codes_k", (tiles * 4, all_heads), 128, job)
+    of_q.launch("codes_q", (operands.q.shape[2], all_heads), 128, job)
+    of_k.launch("codes_k", (tiles * 4, all_heads), 64, job)
     # blocks past the last tile zero the means that fill its group of 16
     v_blocks = operands.means.shape[2] * MEAN_TILES if recipe.demean else tiles
     # the tile as it is, then its codes in the same place

@@ -28,9 +28,10 @@ RECIPES = [
     for expcast in (True, False)
     for demean in (True, False)
 ] + [Recipe("int8_int8", demean=demean) for demean in (True, False)]
-# On the same codes. Folding the scales into the multiply-add moves 3 in 10^4 of the fp8 probabilities by
-# one code (F2); the integer recipe moves as few by one step of 255.
-TOLERANCE = {"fp8": 3e-3, "int8": 5e-4}
+# On the same codes. Folding the scales into the multiply-add moves 3 in 10^4 of the fp8 probabilities by one
+# code (F2); the integer recipe moves as few by one step of 255. E4M3 scores come out of a 14-bit accumulator.
+LSE_TOLERANCE = {"int8_fp8": 2e-3, "fp8_fp8": 5e-3, "int8_int8": 2e-3}
+TOLERANCE = {"int8_fp8": 3e-3, "fp8_fp8": 0.02, "int8_int8": 5e-4}
 
 
 def name(recipe):
@@ -59,11 +60,11 @@ def agrees(result, expected, recipe):
     assert out.dtype == expected[0].dtype and out.shape == expected[0].shape
     assert out.transpose(1, 2)[0].is_contiguous()
     rounding = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 0.0}[out.dtype]
-    assert relative_l2(out, expected[0]) < TOLERANCE[recipe.value_format] + rounding
+    assert relative_l2(out, expected[0]) < TOLERANCE[recipe.numerics] + rounding
     if expected[1] is not None:
-        # a code moved by one weighs in a row of few keys
-        difference = (lse - expected[1]).abs()
-        assert difference.max() < 0.06 and difference.mean() < 5e-4
+        # a code moved by one weighs in a row of few keys; 14 bits of a large score are not much
+        difference = (lse - expected[1]).abs() / expected[1].abs().clamp_min(20.0) * 20.0
+        assert difference.max() < 0.06 and difference.mean() < LSE_TOLERANCE[recipe.numerics]
 
 
 def some_order(k, seed=3):

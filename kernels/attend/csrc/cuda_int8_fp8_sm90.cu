@@ -56,7 +56,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         wgmma_commit();
         wgmma_wait();
         pin(s);
-        if (lane == 0) barrier_arrive(bar.k_empty(ring.slot));
+        release(bar.k_empty(ring.slot), lane);
 
         const float raised = raise_max(s, a0, a1, m, second);
         float m0, m1, alpha0, alpha1;
@@ -77,7 +77,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         wgmma_commit();
         wgmma_wait();
         pin(t);
-        if (lane == 0) barrier_arrive(bar.v_empty(ring.slot));
+        release(bar.v_empty(ring.slot), lane);
         ring.next();
 #pragma unroll
         for (int i = 0; i < 64; i++) o[i] = fmaf(o[i], (i & 2) ? alpha1 : alpha0, t[i]);
@@ -97,13 +97,13 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         wgmma_commit();
         wgmma_wait();
         pin(u);
-        if (lane == 0) barrier_arrive(bar.mean_empty(mean_ring.slot));
+        release(bar.mean_empty(mean_ring.slot), lane);
         mean_ring.next();
 #pragma unroll
         for (int i = 0; i < 64; i++) o[i] += u[i];
       }
     }
-    if (lane == 0) barrier_arrive(bar.q_empty());
+    release(bar.q_empty(), lane);
     if (USE_MEANS) l = total_sum(sums, lane);
     constexpr float SUM_SCALE = USE_EXPCAST ? 1.f / (256.f * 1.00928f) : 1.f / 256.f;
     // worked out again, so that no register holds it through the loop

@@ -8,17 +8,17 @@
 #define VALUE_TAIL 512
 #include "frame.cuh"
 
-// o += w * v_scale * n; scales: this lane's first pair of the tile's [128] scales
+// o += v_scale * w * n; scales: this lane's first pair of the tile's [128] scales
 DEVICE void merge_tile(float (&o)[64], const u32 (&n)[64], float w0, float w1, u32 scales) {
+  const float c0 = -PRELOADED * w0, c1 = -PRELOADED * w1;
 #pragma unroll
   for (int j = 0; j < 16; j++) {
     float x, y;
     load_shared2(scales + 32 * j, x, y);
-    const float bx = -PRELOADED * x, by = -PRELOADED * y;
-    o[4 * j] = fmaf(fmaf(value(n[4 * j]), x, bx), w0, o[4 * j]);
-    o[4 * j + 1] = fmaf(fmaf(value(n[4 * j + 1]), y, by), w0, o[4 * j + 1]);
-    o[4 * j + 2] = fmaf(fmaf(value(n[4 * j + 2]), x, bx), w1, o[4 * j + 2]);
-    o[4 * j + 3] = fmaf(fmaf(value(n[4 * j + 3]), y, by), w1, o[4 * j + 3]);
+    o[4 * j] = fmaf(fmaf(value(n[4 * j]), w0, c0), x, o[4 * j]);
+    o[4 * j + 1] = fmaf(fmaf(value(n[4 * j + 1]), w0, c0), y, o[4 * j + 1]);
+    o[4 * j + 2] = fmaf(fmaf(value(n[4 * j + 2]), w1, c1), x, o[4 * j + 2]);
+    o[4 * j + 3] = fmaf(fmaf(value(n[4 * j + 3]), w1, c1), y, o[4 * j + 3]);
   }
 }
 
@@ -82,7 +82,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         wgmma_commit();
         wgmma_wait();
         pin(s);
-        if (lane == 0) barrier_arrive(bar.k_empty(ring.slot));
+        release(bar.k_empty(ring.slot), lane);
 
         int sum0, sum1;
         const float tile_max = raise_max(s, a0, a1, MINUS_INFINITY, second);
@@ -118,7 +118,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         float w0, w1;
         both_rows(w, second, w0, w1);
         merge_tile(o, n, w0, w1, v_at + 16384 + (lane & 3) * 8);
-        if (lane == 0) barrier_arrive(bar.v_empty(ring.slot));
+        release(bar.v_empty(ring.slot), lane);
         ring.next();
         if (USE_MEANS) record_sums(sums, j, lane, sum * (1.f / 255.f), tile_max);
         else l = fmaf(l, alpha, w * sum);
@@ -126,11 +126,11 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
       if (USE_MEANS) {
         barrier_wait(bar.mean_full(mean_ring.slot), mean_ring.parity);
         restore_means(o, sums, lane, count, m, mean_descriptor(shared + MEANS_AT + mean_ring.slot * MEAN_RECORD));
-        if (lane == 0) barrier_arrive(bar.mean_empty(mean_ring.slot));
+        release(bar.mean_empty(mean_ring.slot), lane);
         mean_ring.next();
       }
     }
-    if (lane == 0) barrier_arrive(bar.q_empty());
+    release(bar.q_empty(), lane);
     // worked out again, so that no register holds it through the loop
     const Item item = item_of(call, index);
     const int row = item.block * BLOCK_ROWS + group * 64 + warp * 16 + lane / 4;

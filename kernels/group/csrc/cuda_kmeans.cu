@@ -8,10 +8,11 @@
 // No atomics on floats: equal inputs give equal orders.
 // Bound by: memory traffic of the one full pass.
 #define USE_ROPE 0
+#define USE_TENSOR_ROTATION 0
 #include "rows.cuh"
 
-constexpr int TOKENS = 256;       // of a tile: 8 warps x 32
-constexpr int CHUNK_TILES = 4;    // tiles of a block
+constexpr int TOKENS = 128;       // of a tile: 8 warps x 16
+constexpr int CHUNK_TILES = 8;    // tiles of a block
 constexpr int CHUNK = TOKENS * CHUNK_TILES;
 constexpr int C_STRIDE = 320;     // bytes between centroids in shared memory: two rows are all banks
 constexpr int X_STRIDE = 272;     // bytes between tokens: eight rows of 16 bytes are all banks
@@ -35,8 +36,6 @@ struct Job {
   int heads, clusters, chunks, stride;  // stride: of the sample
 };
 
-template <typename T> struct is_fp16 { static constexpr bool value = false; };
-template <> struct is_fp16<Fp16> { static constexpr bool value = true; };
 constexpr bool F16 = is_fp16<INPUT>::value;
 
 template <typename T>
@@ -108,41 +107,31 @@ extern "C" __global__ void move_centroids(const __grid_constant__ Job job) {
   write_centroid(job, x);
 }
 
-// Fragments of 32 tokens of a warp: a[half][s] = 16 bytes of rows g and g + 8
+// Fragments of a warp's 16 tokens: a[s] = 16 bytes of rows g and g + 8
 struct Tokens {
-  uint4 a[2][4][2];
+  uint4 a[4][2];
 };
-// Nearest centroid of each of the warp's 32 tokens; lane t = 0 of a quad returns those of rows g, g + 8, g + 16, g + 24
-DEVICE void nearest(const Tokens& x, const char* centroids, const float* half_norms, int lane, int (&label)[4]) {
+// Nearest centroid of rows g and g + 8, in every lane of the quad; the lowest index wins a tie
+DEVICE void nearest(const Tokens& x, const char* centroids, const float* half_norms, int lane, int (&label)[2]) {
   const int g = lane / 4, t = lane % 4;
-  float best[4];
-#pragma unroll
-  for (int r = 0; r < 4; r++) best[r] = __int_as_float(0xFF800000), label[r] = 0;
+  float best[2] = {__int_as_float(0xFF800000), __int_as_float(0xFF800000)};
+  label[0] = label[1] = 0;
 #pragma unroll 2
   for (int n = 0; n < CLUSTERS; n += 8) {
     const float2 h = *(const float2*)(half_norms + n + 2 * t);
-    float d[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; m++) d[m][0] = d[m][2] = -h.x, d[m][1] = d[m][3] = -h.y;
+    float d[4] = {-h.x, -h.y, -h.x, -h.y};
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       const uint4 b = *(const uint4*)(centroids + (n + g) * C_STRIDE + (t + 4 * s) * 16);
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        mma(d[m], x.a[m][s][0].x, x.a[m][s][1].x, x.a[m][s][0].y, x.a[m][s][1].y, b.x, b.y);
-        mma(d[m], x.a[m][s][0].z, x.a[m][s][1].z, x.a[m][s][0].w, x.a[m][s][1].w, b.z, b.w);
-      }
+      mma(d, x.a[s][0].x, x.a[s][1].x, x.a[s][0].y, x.a[s][1].y, b.x, b.y);
+      mma(d, x.a[s][0].z, x.a[s][1].z, x.a[s][0].w, x.a[s][1].w, b.z, b.w);
     }
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int r = i / 2;  // rows g, g + 8 of each half
-      const float y = d[i / 4][i % 4];
-      if (y > best[r]) best[r] = y, label[r] = n + 2 * t + i % 2;
-    }
+    for (int i = 0; i < 4; i++)
+      if (d[i] > best[i / 2]) best[i / 2] = d[i], label[i / 2] = n + 2 * t + i % 2;
   }
-  // the lowest index wins a tie
 #pragma unroll
-  for (int r = 0; r < 4; r++)
+  for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
       const float y = __shfl_xor_sync(~0u, best[r], step);
@@ -153,7 +142,7 @@ DEVICE void nearest(const Tokens& x, const char* centroids, const float* half_no
 
 // blockIdx: chunk, B H; 256 threads. With USE_UPDATE: sums and counts of a chunk of the sample. Without: labels and
 // counts of a chunk of all tokens.
-extern "C" __global__ void __launch_bounds__(256) assign(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(256, USE_UPDATE ? (SLICES == 1 ? 2 : 1) : 3) assign(const __grid_constant__ Job job) {
   extern __shared__ __align__(16) char memory[];
   char* centroids = memory;
   float* half_norms = (float*)(centroids + CLUSTERS * C_STRIDE);
@@ -187,29 +176,27 @@ extern "C" __global__ void __launch_bounds__(256) assign(const __grid_constant__
     __syncthreads();
 #endif
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const int r = 32 * warp + 16 * (i / 8) + 8 * (i % 2) + g, chunk = t + 4 * (i / 2 % 4);
+    for (int i = 0; i < 8; i++) {
+      const int r = 16 * warp + 8 * (i % 2) + g, chunk = t + 4 * (i / 2);
 #if USE_UPDATE
-      x.a[i / 8][i / 2 % 4][i % 2] = *(const uint4*)(x_tile + r * X_STRIDE + chunk * 16);
+      x.a[i / 2][i % 2] = *(const uint4*)(x_tile + r * X_STRIDE + chunk * 16);
 #else
-      const i64 token = min(first + (i64)r * job.stride, job.tokens - 1);
-      x.a[i / 8][i / 2 % 4][i % 2] = to_16_bits(load_eight(row_of<INPUT>(job.v, batch, head, token) + chunk * 8));
+      const i64 token = min(first + r, job.tokens - 1);
+      x.a[i / 2][i % 2] = to_16_bits(load_eight(row_of<INPUT>(job.v, batch, head, token) + chunk * 8));
 #endif
     }
-    int label[4];
+    int label[2];
     nearest(x, centroids, half_norms, lane, label);
-    if (t == 0)
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const int row = 32 * warp + 8 * r + g;
-        const i64 token = first + (i64)row * job.stride;
-        const int c = token_exists(job, batch, token) ? label[r] : CLUSTERS;
-        tile_labels[row] = c;
-        if (token < job.tokens) {
-          atomicAdd(counts + c, 1);
-          if (!USE_UPDATE) job.labels[bh * job.tokens + token] = c;
-        }
+    if (t < 2) {
+      const int row = 16 * warp + 8 * t + g;
+      const i64 token = first + (i64)row * job.stride;
+      const int c = token_exists(job, batch, token) ? (t ? label[1] : label[0]) : CLUSTERS;
+      tile_labels[row] = c;
+      if (token < job.tokens) {
+        atomicAdd(counts + c, 1);
+        if (!USE_UPDATE) job.labels[bh * job.tokens + token] = c;
       }
+    }
 #if USE_UPDATE
     __syncthreads();
 #pragma unroll 1

@@ -88,7 +88,8 @@ DEVICE void chunk_statistics(const Job& job, bool of_v) {
   }
 }
 
-// Mean of k and scale of v (F1) from the chunks, in a fixed order. blockIdx: B H; 128 threads
+// Mean of k and scale of v (F1) from the chunks, in a fixed order; the mean rotated where keys are rotated before it is
+// taken off. blockIdx: B H; 128 threads
 extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
   const int bh = blockIdx.x, channel = threadIdx.x;
   const float* sums = job.partial + (i64)bh * job.chunks * HEAD_DIM + channel;
@@ -100,82 +101,105 @@ extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
     if (job.smooth_k) sum += sums[(i64)c * HEAD_DIM];
     if (job.v_scale) top = fmaxf(top, maxima[(i64)c * HEAD_DIM]);
   }
-  if (job.smooth_k) job.k_mean[bh * HEAD_DIM + channel] = sum / (float)max(count, 1);
+  float mean = sum / (float)max(count, 1);
+#if USE_TENSOR_ROTATION
+  __shared__ float row[HEAD_DIM];
+  if (job.signs[channel / 32] >> channel % 32 & 1) mean = -mean;
+  for (int step = 1; step < HEAD_DIM; step *= 2) {
+    row[channel] = mean;
+    __syncthreads();
+    mean = (channel & step) ? row[channel ^ step] - mean : mean + row[channel ^ step];
+    __syncthreads();
+  }
+#endif
+  if (job.smooth_k) job.k_mean[bh * HEAD_DIM + channel] = mean;
   if (job.v_scale) job.v_scale[bh * HEAD_DIM + channel] = top > 0.f ? top / 224.f : 1.f;
 }
 
-// blockIdx: 64-row block of a head, B H; 256 threads
-template <typename T, bool INT8>
-DEVICE void quantize_q(const Job& job) {
-  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
-  const int lane = threadIdx.x & 3, r = threadIdx.x / 4;
-  const i64 block = (i64)bh * gridDim.x + blockIdx.x, row = (i64)blockIdx.x * 64 + r;
-  float x[32];
+// Rows g and g + 8 of a warp's 16: q's or k's tokens, k centred, rotated as the call says.
+// dot: of each row and the mean of k, for lse (C6).
+template <typename T>
+DEVICE void load_two(const Job& job, const Rows& rows, int bh, const i64 (&token)[2], bool of_k, float (&x)[2][32], float (&dot)[2]) {
+  const int lane = threadIdx.x & 3, batch = bh / job.heads, head = bh % job.heads;
+  const float* mean = job.k_mean + bh * HEAD_DIM;
+#if USE_TENSOR_ROTATION
+  u32 words[2][16];
 #pragma unroll
-  for (int i = 0; i < 32; i++) x[i] = 0.f;
-  if (row < job.queries) {
-    load_row(row_of<T>(job.q, batch, head, row), lane, x);
-    apply_rope(job.rope, batch, row, lane, x);
-  }
-  if (job.lse_shift) {
-    float dot = 0.f;
-    if (job.smooth_k)
+  for (int i = 0; i < 8; i++) {
+    const Eight<T> e = load_eight(row_of<T>(rows, batch, head, token[i / 4]) + 32 * (i % 4) + 8 * lane);
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float4 mean = four_of(job.k_mean + bh * HEAD_DIM, lane, i);
-        dot = fmaf(x[4 * i], mean.x, fmaf(x[4 * i + 1], mean.y, fmaf(x[4 * i + 2], mean.z, fmaf(x[4 * i + 3], mean.w, dot))));
-      }
-    dot += __shfl_xor_sync(~0u, dot, 1);
-    dot += __shfl_xor_sync(~0u, dot, 2);
-    if (lane == 0 && row < job.queries) job.lse_shift[bh * job.queries + row] = dot * job.softmax_scale;
+    for (int j = 0; j < 4; j++) words[i / 4][4 * (i % 4) + j] = e.words[j];
   }
-  if (job.rotate) rotate(job.signs, lane, x);
-  const float amax = quad_amax(x), scale = amax > 0.f ? amax / (INT8 ? 127.f : 448.f) : 1.f;
-  store_codes<INT8>(job.q_image + block * 8192, r, lane, x, 1.f / scale);
-  if (lane == 0) job.q_scale[block * 64 + r] = row < job.queries ? stored_scale(job, amax, scale) : 0.f;
+  rotate_two<is_fp16<T>::value>(job.signs, threadIdx.x & 31, words, x);
+#else
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    load_row(row_of<T>(rows, batch, head, token[r]), lane, x[r]);
+    apply_rope(job.rope, batch, token[r], lane, x[r]);
+  }
+#endif
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (!of_k && job.lse_shift) dot[r] = job.smooth_k ? quad_dot(x[r], mean, lane) * (USE_TENSOR_ROTATION ? 1.f / 128.f : 1.f) : 0.f;
+    if (of_k && job.smooth_k) subtract(x[r], mean, lane);
+    if (!USE_TENSOR_ROTATION && job.rotate) rotate(job.signs, lane, x[r]);
+  }
 }
 
-// A key, centred and rotated
-template <typename T>
-DEVICE void load_key(const Job& job, int bh, i64 entry, int lane, float (&x)[32]) {
-  const int batch = bh / job.heads, head = bh % job.heads;
-  const i64 token = token_at(job, bh, entry);
-  load_row(row_of<T>(job.k, batch, head, token), lane, x);
-  apply_rope(job.rope, batch, token, lane, x);
-  if (job.smooth_k)
+// blockIdx: 64-row block of a head, B H; 128 threads
+template <typename T, bool INT8>
+DEVICE void quantize_q(const Job& job) {
+  const int bh = blockIdx.y, lane = threadIdx.x & 3;
+  const i64 block = (i64)bh * gridDim.x + blockIdx.x;
+  i64 row[2], token[2];
+  float x[2][32], dot[2];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float4 mean = four_of(job.k_mean + bh * HEAD_DIM, lane, i);
-      x[4 * i] -= mean.x;
-      x[4 * i + 1] -= mean.y;
-      x[4 * i + 2] -= mean.z;
-      x[4 * i + 3] -= mean.w;
-    }
-  if (job.rotate) rotate(job.signs, lane, x);
+  for (int i = 0; i < 2; i++) {
+    row[i] = (i64)blockIdx.x * 64 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+    token[i] = min(row[i], job.queries - 1);
+  }
+  load_two<T>(job, job.q, bh, token, false, x, dot);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const bool real = row[i] < job.queries;
+    const float amax = quad_amax(x[i]), scale = amax > 0.f ? amax / (INT8 ? 127.f : 448.f) : 1.f;
+    store_codes<INT8>(job.q_image + block * 8192, row[i] % 64, lane, x[i], real ? 1.f / scale : 0.f);
+    if (lane == 0) job.q_scale[block * 64 + row[i] % 64] = real ? stored_scale(job, amax, scale) : 0.f;
+    if (lane == 0 && real && job.lse_shift) job.lse_shift[bh * job.queries + row[i]] = dot[i] * job.softmax_scale;
+  }
 }
-// blockIdx: group of 32 keys, B H; 128 threads
+
+// blockIdx: group of 32 keys, B H; 64 threads
 template <typename T, bool INT8>
 DEVICE void quantize_k(const Job& job) {
-  __shared__ float maxima[4];
-  const int bh = blockIdx.y, lane = threadIdx.x & 3, key = threadIdx.x / 4, group = blockIdx.x % 4;
+  __shared__ float maxima[2];
+  const int bh = blockIdx.y, lane = threadIdx.x & 3, group = blockIdx.x % 4;
   const i64 tile = blockIdx.x / 4, first = tile * TILE;
   const int count = min((i64)TILE, count_of(job, bh / job.heads) - first);
   if (count <= 0) return;
-  const int last = count - 1, source = min(group, last / 32);
-  float x[32];
-  load_key<T>(job, bh, first + min(32 * source + key, last), lane, x);
-  float amax = quad_amax(x);
+  const int last = count - 1, source = min(group, last / 32), key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  float x[2][32], dot[2];
+  i64 token[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) token[i] = token_at(job, bh, first + min(32 * source + key + 8 * i, last));
+  load_two<T>(job, job.k, bh, token, true, x, dot);
+  float amax = fmaxf(quad_amax(x[0]), quad_amax(x[1]));
 #pragma unroll
   for (int step = 4; step < 32; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
   if ((threadIdx.x & 31) == 0) maxima[threadIdx.x / 32] = amax;
   __syncthreads();
-  const float top = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
-  const float scale = top > 0.f ? top / (INT8 ? 127.f : 448.f) : 1.f;
-  // a group without keys repeats the last key, codes and scale: its scores are then that key's, bit for bit
-  if (group != source) load_key<T>(job, bh, first + last, lane, x);
+  const float top = fmaxf(maxima[0], maxima[1]), scale = top > 0.f ? top / (INT8 ? 127.f : 448.f) : 1.f;
+  if (group != source) {
+    // a group without keys repeats the last key, codes and scale: its scores are then that key's, bit for bit
+    token[0] = token[1] = token_at(job, bh, first + last);
+    load_two<T>(job, job.k, bh, token, true, x, dot);
+  }
   char* record = job.k_image + ((i64)bh * job.tiles + tile) * KEY_RECORD;
-  const int i = key / 4, b = key % 4;
-  store_codes<INT8>(record, 16 * i + 8 * (b / 2) + 2 * group + b % 2, lane, x, 1.f / scale);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int i = (key + 8 * r) / 4, b = key % 4;
+    store_codes<INT8>(record, 16 * i + 8 * (b / 2) + 2 * group + b % 2, lane, x[r], 1.f / scale);
+  }
   if (threadIdx.x == 0) ((float*)(record + 16384))[group] = stored_scale(job, top, scale);
 }
 
@@ -289,17 +313,16 @@ DEVICE void quantize_v(const Job& job) {
   for (int i = threadIdx.x; i < RECORD / 16; i += 256) out[i] = ((const uint4*)image)[i];
 }
 
-// Switches: INPUT (Bf16, Fp16 or float), USE_INT8_QK, USE_INT8_VALUES, USE_ROPE, USE_WIDE (16-byte rows)
-template <typename T> struct is_fp16 { static constexpr bool value = false; };
-template <> struct is_fp16<Fp16> { static constexpr bool value = true; };
+// Switches: INPUT (Bf16, Fp16 or float), USE_INT8_QK, USE_INT8_VALUES, USE_ROPE, USE_WIDE (16-byte rows),
+// USE_TENSOR_ROTATION (16-bit q and k, rotated, no rope)
 constexpr bool MEAN_F16 = !USE_INT8_VALUES || is_fp16<INPUT>::value;
 extern "C" __global__ void __launch_bounds__(256) statistics(const __grid_constant__ Job job, int first) {
   chunk_statistics<INPUT>(job, blockIdx.z + first);
 }
-extern "C" __global__ void __launch_bounds__(256) codes_q(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(128) codes_q(const __grid_constant__ Job job) {
   quantize_q<INPUT, USE_INT8_QK>(job);
 }
-extern "C" __global__ void __launch_bounds__(128, USE_ROPE ? 6 : 8) codes_k(const __grid_constant__ Job job) {
+extern "C" __global__ void __launch_bounds__(64) codes_k(const __grid_constant__ Job job) {
   quantize_k<INPUT, USE_INT8_QK>(job);
 }
 extern "C" __global__ void __launch_bounds__(256, 2) codes_v(const __grid_constant__ Job job) {

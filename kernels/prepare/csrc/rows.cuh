@@ -16,6 +16,8 @@ struct Rope {
 };
 struct Bf16 { u16 bits; };
 struct Fp16 { u16 bits; };
+template <typename T> struct is_fp16 { static constexpr bool value = false; };
+template <> struct is_fp16<Fp16> { static constexpr bool value = true; };
 // Element i of packed words: 2 to a word, or 1 if 32 bits wide
 template <typename T> DEVICE float element(const u32* words, int i);
 template <> DEVICE float element<Bf16>(const u32* words, int i) {
@@ -104,9 +106,81 @@ DEVICE void rotate(const u32 (&signs)[4], int lane, float (&x)[32]) {
     for (int i = 0; i < 32; i++) x[i] = fmaf(x[i], sign, __shfl_xor_sync(~0u, x[i], step));
   }
 }
+#if USE_TENSOR_ROTATION
+// The same of two rows, 16-bit inputs: channel c = 32 i + 8 l + w, and the Hadamard matrix over bits l and the low two of
+// w is a 16 x 16 product of exact +1 and -1, whose fragments are the words as loaded and whose result is x's layout; the
+// other three bits are sums within a lane. A warp's 16 rows: words[r] is row g + 8 r.
+template <bool F16>
+DEVICE void mma_ones(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#define MMA_ONES(type)                                                                                                  \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"  \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+  if (F16) MMA_ONES("f16.f16");
+  else MMA_ONES("bf16.bf16");
+}
+template <bool F16>
+DEVICE void rotate_two(const u32 (&signs)[4], int lane32, u32 (&words)[2][16], float (&x)[2][32]) {
+  const int g = lane32 / 4, t = lane32 % 4;
+  constexpr u32 ONE = F16 ? 0x3C00 : 0x3F80;
+  // column n = 8 nt + g goes to lane g / 2 as its element 2 nt + g % 2
+  u32 b[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int nt = i / 2, half = i % 2, out = 2 * nt + g % 2;
+    const u32 even = __popc(t & (g / 2)) + __popc((2 * half) & out), odd = even + (out & 1);
+    b[nt][half] = (ONE | (even & 1) << 15) | (ONE | (odd & 1) << 15) << 16;
+  }
+#pragma unroll
+  for (int j = 0; j < 16; j++) {
+    const u32 pair = signs[j / 4] >> (8 * t + 2 * (j % 4)), flip = (pair & 1) << 15 | (pair & 2) << 30;
+    words[0][j] ^= flip;
+    words[1][j] ^= flip;
+  }
+#pragma unroll
+  for (int j = 0; j < 16; j += 2)
+#pragma unroll
+    for (int nt = 0; nt < 2; nt++) {
+      float d[4] = {0.f, 0.f, 0.f, 0.f};
+      mma_ones<F16>(d, words[0][j], words[1][j], words[0][j + 1], words[1][j + 1], b[nt][0], b[nt][1]);
+      x[0][2 * j + 2 * nt] = d[0], x[0][2 * j + 2 * nt + 1] = d[1];
+      x[1][2 * j + 2 * nt] = d[2], x[1][2 * j + 2 * nt + 1] = d[3];
+    }
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+      if (!(i & step)) {
+        const float u = x[i / 32][i % 32], v = x[i / 32][i % 32 + step];
+        x[i / 32][i % 32] = u + v;
+        x[i / 32][i % 32 + step] = u - v;
+      }
+}
+#endif
 // This lane's share of a row of 128 floats
 DEVICE float4 four_of(const float* row, int lane, int i) {
   return __ldg((const float4*)(row + 32 * (i / 2) + 8 * lane + 4 * (i % 2)));
+}
+
+// x minus a row of 128 floats, and the quad's dot product with one
+DEVICE void subtract(float (&x)[32], const float* row, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float4 y = four_of(row, lane, i);
+    x[4 * i] -= y.x;
+    x[4 * i + 1] -= y.y;
+    x[4 * i + 2] -= y.z;
+    x[4 * i + 3] -= y.w;
+  }
+}
+DEVICE float quad_dot(const float (&x)[32], const float* row, int lane) {
+  float dot = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float4 y = four_of(row, lane, i);
+    dot = fmaf(x[4 * i], y.x, fmaf(x[4 * i + 1], y.y, fmaf(x[4 * i + 2], y.z, fmaf(x[4 * i + 3], y.w, dot))));
+  }
+  dot += __shfl_xor_sync(~0u, dot, 1);
+  return dot + __shfl_xor_sync(~0u, dot, 2);
 }
 
 DEVICE float quad_amax(const float (&x)[32]) {

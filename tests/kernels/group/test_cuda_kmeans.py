@@ -22,7 +22,7 @@ def test_compiles(case):
     defines = tuple(f"{name}={value}" for name, value in zip(names, values, strict=True))
     kernels, _ = report(cuda_kmeans.SOURCE, arch, defines)
     assert set(kernels) == {"start_centroids", "assign", "move_centroids", "scan_counts", "scatter"}
-    assert all(spilled <= 32 for _, spilled in kernels.values())
+    assert all(spilled <= 64 for _, spilled in kernels.values())
 
 
 @pytest.mark.parametrize("clusters", [1, 7, 128])
