@@ -147,6 +147,9 @@ class Seen:
     error: float  # relative L2 against ComfyUI's own attention on the same tensors
     conditions: int
     grouping: bool | None  # what the run planned for this evaluation
+    schedule: tuple[
+        float, ...
+    ]  # of this sampler call; some samplers do not take the whole one that is asked for
 
 
 class Watch:
@@ -182,6 +185,7 @@ class Watch:
                 error=float((out.float() - expected.float()).norm() / expected.float().norm()),
                 conditions=len(options["cond_or_uncond"]),
                 grouping=None if forward is None else forward.plan.grouping,
+                schedule=tuple(options["sample_sigmas"].tolist()),
             )
         )
         assert out.shape == expected.shape and out.dtype == expected.dtype

@@ -8,7 +8,6 @@ pytestmark = pytest.mark.comfyui
 
 # kind -> attention calls per forward that are video self-attention, and that are not
 CALLS = {"hunyuan": (4, 2), "hunyuan15": (3, 2), "h3": (3, 0)}
-CALL_LIMIT = 0.025  # relative L2 of one call; int8_int8 measures at most 0.018 on these tensors
 
 
 @pytest.fixture(autouse=True)
@@ -17,24 +16,26 @@ def hear_us(caplog):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_joint_blocks_are_taken_and_the_rest_is_left(load_tiny, patch, watch, sampling, caplog, kind):
+def test_joint_blocks_are_taken_and_the_rest_is_left(
+    load_tiny, patch, watch, sampling, caplog, kind, call_limit
+):
     watched = watch(patch(load_tiny(kind)))
     sampling.sample(watched.model, steps=2, kind=kind, text_tokens=(40, 24))
     ours, others = CALLS[kind]
     assert len(watched.taken) == ours * 2 * 2 and len(watched.calls) == (ours + others) * 2 * 2
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
     assert all(call.error == 0 for call in watched.calls if not call.taken)
     assert f"{ours * 4} of {(ours + others) * 4} calls low-bit" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("kind", ["hunyuan", "hunyuan15"])
-def test_padded_text_is_dropped_from_the_keys(load_tiny, patch, watch, sampling, kind):
+def test_padded_text_is_dropped_from_the_keys(load_tiny, patch, watch, sampling, kind, call_limit):
     """The blocks' mask hides text columns; a refiner's mask differs by query and is left to the host."""
     watched = watch(patch(load_tiny(kind)))
     sampling.sample(watched.model, steps=2, kind=kind, cfg=1.0, padded=10)
     ours, _ = CALLS[kind]
     assert len(watched.taken) == ours * 2
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
 
 
 def test_h3_comes_in_boxes(load_tiny, patch, sampling, monkeypatch):

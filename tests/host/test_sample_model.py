@@ -9,8 +9,7 @@ import torch
 pytestmark = pytest.mark.comfyui
 
 BLOCKS, STEPS = 6, 2
-CALL_LIMIT = 0.006  # relative L2 of one call; int8_int8 measures at most 0.003
-PSNR_LIMIT = 80.0  # dB of the latent: measured 96, uniform attention weights give 50
+PSNR_LIMIT = 50.0  # dB of the latent: measured 66 with int8_int8, uniform attention weights give 25
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +48,12 @@ def exact(made):
     return run(made[0], made)
 
 
-def test_calls_and_latent_are_close(made, exact, patch, watch, sampling, caplog):
+def test_calls_and_latent_are_close(made, exact, patch, watch, sampling, caplog, call_limit):
     caplog.set_level(logging.INFO, "vc_attention")
     watched = watch(patch(made[0], clusters=16))
     latent = run(watched.model, made)
     assert len(watched.taken) == BLOCKS * STEPS
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
     value = sampling.psnr(latent, exact)
     assert math.isfinite(value) and value > PSNR_LIMIT
     assert f"{BLOCKS * STEPS} of {2 * BLOCKS * STEPS} calls low-bit" in caplog.messages[-1]
@@ -68,8 +67,8 @@ def test_a_pass_through_would_be_noticed(made, exact, patch, sampling):
     assert sampling.psnr(run(passing, made), exact) == math.inf
 
 
-def test_with_guidance_each_condition_has_its_orders(made, patch, watch):
+def test_with_guidance_each_condition_has_its_orders(made, patch, watch, call_limit):
     watched = watch(patch(made[0], clusters=4))
     run(watched.model, made, cfg=2.0)
     assert sum(call.conditions for call in watched.taken) == BLOCKS * STEPS * 2
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)

@@ -10,9 +10,6 @@ import torch
 pytestmark = pytest.mark.comfyui
 
 BLOCKS = 3
-# Relative L2 of one call. A tiny model's latent cannot tell 8-bit from exact, a call can: int8_int8 measures
-# at most 0.016 on these tensors.
-CALL_LIMIT = 0.025
 PSNR_LIMIT = 40.0  # dB between patched and unpatched latents: measured 54 and more, uniform weights give 25
 
 
@@ -29,7 +26,7 @@ def hear_us(caplog):
     "kind, blocks, cross", [("t2v", 3, 1), ("i2v", 3, 2), ("5b", 3, 1), ("s2v", 3, 1), ("animate", 5, 2)]
 )
 def test_taken_calls_are_blocks_times_evaluations_times_conditions(
-    load_tiny, patch, watch, sampling, caplog, kind, blocks, cross
+    load_tiny, patch, watch, sampling, caplog, kind, blocks, cross, call_limit
 ):
     """Texts of two lengths keep ComfyUI from batching the conditions, so each makes its own calls."""
     watched = watch(patch(load_tiny(kind)))
@@ -37,16 +34,16 @@ def test_taken_calls_are_blocks_times_evaluations_times_conditions(
     expected = blocks * 4 * 2
     assert len(watched.taken) == expected and len(watched.calls) == expected * (1 + cross)
     assert all(call.square for call in watched.taken)
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
     assert all(call.error == 0 for call in watched.calls if not call.taken)
     assert f"{expected} of {expected * (1 + cross)} calls low-bit" in summary(caplog)
 
 
-def test_batched_conditions_share_their_calls(load_tiny, patch, watch, sampling):
+def test_batched_conditions_share_their_calls(load_tiny, patch, watch, sampling, call_limit):
     watched = watch(patch(load_tiny()))
     sampling.sample(watched.model, steps=4)
     assert len(watched.taken) == BLOCKS * 4 and {call.conditions for call in watched.taken} == {2}
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
 
 
 def psnr_of(sampling, model, patched):
@@ -112,12 +109,13 @@ SAMPLERS = ["euler", "heun", "heunpp2", "dpm_2", "dpmpp_2m", "res_multistep", "u
 def test_every_sampler_groups_in_the_first_quarter(load_tiny, patch, watch, sampling, caplog, sampler):
     """8 steps: the first two, at whatever sigmas a sampler evaluates in them."""
     watched = watch(patch(load_tiny()))
-    sigmas = sampling.schedule(watched.model, 8)
     sampling.sample(watched.model, steps=8, sampler=sampler)
     taken = watched.taken
-    assert all(call.grouping == (call.step_sigma > sigmas[2] * 1.0001) for call in taken)
+    end = taken[0].schedule[2]
+    assert all(call.grouping == (call.step_sigma > end * 1.0001) for call in taken)
     assert any(call.grouping for call in taken) and not all(call.grouping for call in taken)
-    assert "grouped in 2 of 8 steps" in summary(caplog)
+    # dpm_fast goes its own way and evaluates only once before the window ends
+    assert f"grouped in {1 if sampler == 'dpm_fast' else 2} of 8 steps" in summary(caplog)
 
 
 def test_dpm_adaptive_finds_its_own_way(load_tiny, patch, watch, sampling):
@@ -167,13 +165,13 @@ def test_l12_two_experts_share_one_window(load_tiny, patch, watch, sampling, spl
     assert len(high.taken) == BLOCKS * split and len(low.taken) == BLOCKS * (8 - split)
 
 
-def test_vace_blocks_under_one_number_keep_their_own_orders(load_tiny, patch, watch, sampling):
+def test_vace_blocks_under_one_number_keep_their_own_orders(load_tiny, patch, watch, sampling, call_limit):
     watched = watch(patch(load_tiny("vace")))
     runs = runs_of(watched)
     sampling.sample(watched.model, steps=2, kind="vace")
     per_forward = BLOCKS * 2  # each control block runs under the number of a main block
     assert len(watched.taken) == per_forward * 2
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
     assert runs[0].report.groupings_made == per_forward * 2  # one per condition
 
 
@@ -238,7 +236,7 @@ def test_cfg_1_makes_one_call_per_block(load_tiny, patch, watch, sampling):
     assert len(watched.taken) == BLOCKS * 2 and {call.conditions for call in watched.taken} == {1}
 
 
-def test_batching_may_flip_in_the_middle_of_a_run(load_tiny, patch, watch, sampling, monkeypatch):
+def test_batching_may_flip_in_the_middle_of_a_run(load_tiny, patch, watch, sampling, monkeypatch, call_limit):
     """Little free memory splits the conditions. The orders stay theirs, so the result stays close."""
     watched = watch(patch(load_tiny(), grouping_window=1.0))
     runs = runs_of(watched)
@@ -248,7 +246,7 @@ def test_batching_may_flip_in_the_middle_of_a_run(load_tiny, patch, watch, sampl
     monkeypatch.setattr(watched.model, "get_free_memory", lambda device=None: next(free))
     sampling.sample(watched.model, steps=4)
     assert {call.conditions for call in watched.taken} == {1, 2}
-    assert all(0 < call.error < CALL_LIMIT for call in watched.taken)
+    assert all(0 < call.error < call_limit for call in watched.taken)
     assert runs[0].report.groupings_made == BLOCKS * 2  # made in step 0, for both, and never again
 
 
