@@ -64,12 +64,14 @@ class Yunchang:
 
         set_seq_parallel_pg(ulysses, ring, dist.get_rank(), RANKS)
 
-    def run(self, sharded, q, k, v):
+    def layer(self, sharded):
         from comfyui_vc_attention.kernels.parallel.yunchang import attention_processor
         from yunchang import LongContextAttention
 
-        layer = LongContextAttention(attn_type=None, attn_processor=attention_processor(sharded))
-        return layer(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
+        return LongContextAttention(attn_type=None, attn_processor=attention_processor(sharded))
+
+    def run(self, sharded, q, k, v):
+        return self.layer(sharded)(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
 
 
 class XDiT:
