@@ -231,7 +231,9 @@ class AttentionOverride:
         record, grouped = forward.run.report.record, forward.plan.grouping
         if accepted.key_mask is not None or not record.wants_error(accepted.block, name, grouped):
             return None
-        return ErrorProbe(*split_heads(*tensors(), host.heads, host.skip_reshape), host.scale)
+        q, k, v = split_heads(*tensors(), host.heads, host.skip_reshape)
+        # kernels take mixed dtypes, PyTorch's attention does not
+        return ErrorProbe(q, k, v, host.scale) if q.dtype == k.dtype == v.dtype else None
 
     def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
         """First half of the call, in a frame of its own: once it returns, nothing refers to q, k or v."""
