@@ -33,10 +33,9 @@ def load_queries(
 
 
 @triton.jit
-def tile_scores(b_q, b_qs, p_k, p_ks, M: tl.constexpr, FP8: tl.constexpr):
-    """Raw scores of one tile, [M, a, t, b, c] (see triton_layout), and their scale [M, t]."""
-    b_k = tl.trans(tl.load(p_k))
-    b_s = tl.dot(b_q, b_k, out_dtype=tl.float32 if FP8 else tl.int32)
+def tile_scores(b_q, b_qs, b_k, p_ks, M: tl.constexpr, FP8: tl.constexpr):
+    """Raw scores of one tile b_k [128, D], [M, a, t, b, c] (see triton_layout), and their scale [M, t]."""
+    b_s = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32 if FP8 else tl.int32)
     b_s = tl.permute(tl.reshape(b_s, [M, 8, 2, 4, 2]), [0, 1, 3, 2, 4])
     return b_s, b_qs[:, None] * tl.load(p_ks + tl.arange(0, 4))[None, :]
 
@@ -98,6 +97,25 @@ def outputs(operands: TritonOperands):
     b, h, lq, d = operands.q.shape
     out = operands.q.new_empty(b, lq, h, d, dtype=operands.out_dtype).transpose(1, 2)
     return out, None if operands.lse_shift is None else torch.empty_like(operands.q_scale)
+
+
+def copy_descriptors(operands: TritonOperands):
+    """K and V as Hopper's bulk copy engine reads them, tile by tile, or None: load through pointers.
+
+    4% faster at 32,768 tokens (H200, Triton 3.6, 2026-11-30). Measured there, at 128 channels, and so used
+    only there.
+    """
+    device, d = operands.k.device, operands.k.shape[-1]
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or d != 128:
+        return None
+    try:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    except ImportError:  # Triton before 3.4
+        return None
+    return (
+        TensorDescriptor.from_tensor(operands.k.view(-1, d), [128, d]),
+        TensorDescriptor.from_tensor(operands.v.view(-1, 128), [d, 128]),
+    )
 
 
 def has_packing_casts(device: torch.device) -> bool:

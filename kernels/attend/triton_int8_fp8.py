@@ -14,6 +14,7 @@ from .. import formats
 from ..prepare.triton_layout import TritonOperands
 from ..prepare.triton_rows import to_e4m3
 from .triton_frame import (
+    copy_descriptors,
     has_packing_casts,
     largest_factor,
     load_queries,
@@ -55,20 +56,33 @@ def expcast(b_x, ASM: tl.constexpr):
 
 
 @triton.jit
+def load_tile(k, v, i_tile, j, D: tl.constexpr, BULK: tl.constexpr):
+    """K [128, D] and transposed V [D, 128]: tile i_tile of all heads from descriptors, or j of this head."""
+    if BULK:
+        i_row = i_tile.to(tl.int32)
+        b_k = k.load([i_row * 128, 0])
+        b_v = v.load([i_row * D, 0])
+    else:
+        b_k = tl.load(k + j * (128 * D))
+        b_v = tl.load(v + j * (128 * D))
+    return b_k, b_v
+
+
+@triton.jit
 def add_tile(
-    b_q, b_qs, b_acc, b_rho, b_m, b_ones, p_k, p_ks, p_v, slot, left,
+    b_q, b_qs, b_acc, b_rho, b_m, b_ones, b_k, b_v, p_ks, slot, left,
     M: tl.constexpr, FP8_QK: tl.constexpr, EXPCAST: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile into numerator, waiting row sums (column `slot`) and running maximum."""
     UNITS: tl.constexpr = 8.0 if EXPCAST else 1.0
-    b_s, b_scale = tile_scores(b_q, b_qs, p_k, p_ks, M, FP8_QK)
+    b_s, b_scale = tile_scores(b_q, b_qs, b_k, p_ks, M, FP8_QK)
     b_max = tl.maximum(b_m, tile_maximum(b_s, b_scale, left, M, FP8_QK, MASKED))
     b_alpha = tl.exp2((b_m - b_max) / UNITS)
     if EXPCAST:
         b_p = expcast(scaled_scores(b_s, b_scale, 119.65 - b_max, left, M, MASKED), ASM)
     else:
         b_p = to_e4m3(tl.exp2(scaled_scores(b_s, b_scale, 8.0 - b_max, left, M, MASKED)))
-    b_pv = tl.dot(b_p, tl.trans(tl.load(p_v)))
+    b_pv = tl.dot(b_p, tl.trans(b_v))
     b_sum = tl.dot(b_p, b_ones)
     b_acc = b_acc * b_alpha[:, None] + b_pv
     b_rho = tl.where(tl.arange(0, 16)[None, :] == slot, b_sum, b_rho * b_alpha[:, None])
@@ -91,12 +105,13 @@ def restore_means(
 
 
 # All tensors contiguous. Prefixes: p_ pointers, o_ offsets, b_ blocks in registers, i_ indices.
-@triton.jit
+@triton.jit(do_not_specialize=("lq", "lk", "n_heads"))
 def attend_fp8_values_kernel(
     q, k, v, ones, q_scale, k_scale, k_scale_max, v_scale, v_mean, key_count, lse_shift, out, lse,
     lq, lk, n_heads, score_scale, largest, l_unit,
     D: tl.constexpr, M: tl.constexpr, FP8_QK: tl.constexpr, EXPCAST: tl.constexpr, ASM: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_LSE: tl.constexpr, STAGES: tl.constexpr,
+    BULK: tl.constexpr,
 ):  # fmt: skip
     UNITS: tl.constexpr = 8.0 if EXPCAST else 1.0
     n_blocks = tl.cdiv(lq, M)
@@ -112,8 +127,11 @@ def attend_fp8_values_kernel(
     left = count % 128
     b_q, b_qs = load_queries(q, q_scale, k_scale_max, i_bh, o_m, lq, largest, score_scale * UNITS, D, M)
     b_ones = tl.trans(tl.load(ones + tl.arange(0, 16)[:, None] * 128 + o_n[None, :]))
-    p_k = k + i_tile * 128 * D + o_n[:, None] * D + o_d[None, :]
-    p_v = v + i_tile * 128 * D + o_d[:, None] * 128 + o_n[None, :]
+    p_k = k
+    p_v = v
+    if not BULK:
+        p_k = k + i_tile * 128 * D + o_n[:, None] * D + o_d[None, :]
+        p_v = v + i_tile * 128 * D + o_d[:, None] * 128 + o_n[None, :]
     p_ks = k_scale + i_tile * 4
     p_mean = v_mean
     if HAS_MEAN:
@@ -124,12 +142,11 @@ def attend_fp8_values_kernel(
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_m_then = b_m
     for j in tl.range(0, n_whole, num_stages=STAGES):
+        b_k, b_v = load_tile(p_k, p_v, i_tile + j, j, D, BULK)
         b_acc, b_rho, b_m = add_tile(
-            b_q, b_qs, b_acc, b_rho, b_m, b_ones, p_k, p_ks, p_v, j % 16, 128,
+            b_q, b_qs, b_acc, b_rho, b_m, b_ones, b_k, b_v, p_ks, j % 16, 128,
             M, FP8_QK, EXPCAST, ASM, False,
         )  # fmt: skip
-        p_k += 128 * D
-        p_v += 128 * D
         p_ks += 4
         if j % 16 == 15:
             b_acc, b_l = restore_means(
@@ -138,8 +155,9 @@ def attend_fp8_values_kernel(
             b_m_then = b_m
             b_rho = tl.zeros([M, 16], tl.float32)
     if left > 0:
+        b_k, b_v = load_tile(p_k, p_v, i_tile + n_whole, n_whole, D, BULK)
         b_acc, b_rho, b_m = add_tile(
-            b_q, b_qs, b_acc, b_rho, b_m, b_ones, p_k, p_ks, p_v, n_whole % 16, left,
+            b_q, b_qs, b_acc, b_rho, b_m, b_ones, b_k, b_v, p_ks, n_whole % 16, left,
             M, FP8_QK, EXPCAST, ASM, True,
         )  # fmt: skip
     b_acc, b_l = restore_means(
@@ -161,8 +179,8 @@ def attend(operands: TritonOperands):
     return launch(operands)
 
 
-def launch(operands: TritonOperands, rows=64, warps=4, stages=3, asm=None):
-    """attend() with the launch shape and the way to write ExpCast codes as arguments, for benchmarks."""
+def launch(operands: TritonOperands, rows=64, warps=4, stages=3, asm=None, bulk=True):
+    """attend() with the launch shape and the ways to load tiles and write codes, for benchmarks."""
     b, h, lq, d = operands.q.shape
     out, lse = outputs(operands)
     recipe = operands.recipe
@@ -170,14 +188,16 @@ def launch(operands: TritonOperands, rows=64, warps=4, stages=3, asm=None):
     ones = operands.v.new_empty(16, 128, dtype=operands.v.dtype)
     ones.view(torch.uint8).fill_(0x38)
     unit = formats.P_FP8_SCALE * (formats.EXPCAST_MEAN_RATIO if recipe.expcast else 1.0)
+    copies = copy_descriptors(operands) if bulk else None
+    k, v = copies or (operands.k, operands.v)
     attend_fp8_values_kernel[(b * h * triton.cdiv(lq, rows),)](
-        operands.q, operands.k, operands.v, ones, operands.q_scale, operands.k_scale, operands.k_scale_max,
+        operands.q, k, v, ones, operands.q_scale, operands.k_scale, operands.k_scale_max,
         operands.v_scale, operands.v_mean, operands.key_count, operands.lse_shift, out, lse,
         lq, operands.keys, h, operands.score_scale,
         largest_factor(operands, formats.EXPCAST_SLOPE if recipe.expcast else 1.0), 1.0 / unit,
         D=d, M=rows, FP8_QK=recipe.numerics.startswith("fp8"), EXPCAST=recipe.expcast,
         ASM=has_packing_casts(operands.q.device) if asm is None else asm,
         HAS_MEAN=operands.v_mean is not None, HAS_COUNT=operands.key_count is not None,
-        HAS_LSE=lse is not None, STAGES=stages, num_warps=warps, num_stages=stages,
+        HAS_LSE=lse is not None, STAGES=stages, BULK=copies is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse

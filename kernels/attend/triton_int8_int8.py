@@ -32,7 +32,7 @@ def add_tile(
     M: tl.constexpr, HAS_MEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile into numerator, normalizer and running maximum."""
-    b_s, b_scale = tile_scores(b_q, b_qs, p_k, p_ks, M, False)
+    b_s, b_scale = tile_scores(b_q, b_qs, tl.load(p_k), p_ks, M, False)
     b_tile = tile_maximum(b_s, b_scale, left, M, False, MASKED)
     b_max = tl.maximum(b_m, b_tile)
     b_alpha = tl.exp2(b_m - b_max)
@@ -48,7 +48,7 @@ def add_tile(
 
 
 # All tensors contiguous. Prefixes: p_ pointers, o_ offsets, b_ blocks in registers, i_ indices.
-@triton.jit
+@triton.jit(do_not_specialize=("lq", "lk", "n_heads"))
 def attend_int8_values_kernel(
     q, k, v, q_scale, k_scale, k_scale_max, v_scale, v_sum, v_mean, key_count, lse_shift, out, lse,
     lq, lk, n_heads, score_scale, largest,

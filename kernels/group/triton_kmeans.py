@@ -1,7 +1,8 @@
 """Token order by online k-means on a GPU: Lloyd steps on a sample, one full assignment, a counting sort.
 
-No host synchronisation and no atomics, so a call always gives the same order. Products are tf32: labels may
-differ from the reference's where two centroids are nearly equally far.
+No host synchronisation and no atomics, so a call always gives the same order. Products are 16-bit (a centroid
+goes in as the sum of two) or tf32: labels may differ from the reference's where two centroids are nearly
+equally far.
 """
 
 import torch
@@ -9,24 +10,25 @@ import triton
 import triton.language as tl
 
 from ..operands import TokenGrouping
+from ..prepare.triton_rows import exact_products
 
 COLD_ITERATIONS = 5  # Lloyd steps from evenly spaced seeds (chosen: energy removed within 0.02 of ten)
 WARM_ITERATIONS = 2  # from the centroids of an earlier denoising step (chosen)
-SAMPLES_PER_CLUSTER = 64  # sampled keys per cluster, at least (chosen)
+SAMPLES_PER_CLUSTER = 32  # sampled keys per cluster, at least (chosen)
 LONGEST_STRIDE = 9
 BLOCK = 128  # keys that one program assigns and one histogram counts
 CENTROIDS = 64  # centroids held at a time
-CHUNKS = 8  # partial sums per head in a centroid update (chosen)
+CHUNKS = 16  # partial sums per head in a centroid update (chosen)
 
 
 # One program: BLOCK keys of one head, every stride-th existing key. labels: int16 [B, H, n], C where absent.
 # Prefixes: o_ offsets, m_ masks, b_ blocks in registers, i_ indices.
-@triton.jit
+@triton.jit(do_not_specialize=("lk", "n", "stride", "n_clusters", "n_heads"))
 def assign_kernel(
     v, listed, key_count, centroids, half_norms, labels, histogram,
     v_b, v_h, v_l, lk, n_heads, n, stride, n_clusters,
     D: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, W: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_HISTOGRAM: tl.constexpr,
+    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_HISTOGRAM: tl.constexpr,
 ):  # fmt: skip
     n_blocks = tl.cdiv(n, R)
     i_block = tl.program_id(0) % n_blocks
@@ -37,7 +39,9 @@ def assign_kernel(
     o_d = tl.arange(0, D)
     m_key, b_token = sampled_token(listed, key_count, i_b, o_n, m_n, lk, stride, HAS_MASK)
     p_v = v + i_b * v_b + i_h * v_h + b_token[:, None] * v_l + o_d[None, :]
-    b_x = tl.load(p_v, mask=m_key[:, None], other=0.0).to(tl.float32)
+    b_x = tl.load(p_v, mask=m_key[:, None], other=0.0)
+    if not EXACT:
+        b_x = b_x.to(tl.float32)
     b_best = tl.full([R], float("-inf"), tl.float32)
     b_label = tl.zeros([R], tl.int32)
     for i_c in range(0, n_clusters, CB):
@@ -47,7 +51,13 @@ def assign_kernel(
         b_c = tl.load(centroids + o_row[:, None] * D + o_d[None, :], mask=m_c[:, None], other=0.0)
         b_norm = tl.load(half_norms + o_row, mask=m_c, other=float("inf"))
         # |x - c|^2 without the |x|^2 that all centroids share
-        b_near = tl.dot(b_x, tl.trans(b_c), input_precision="tf32") - b_norm[None, :]
+        if EXACT:
+            b_high = b_c.to(b_x.dtype)
+            b_near = tl.dot(b_x, tl.trans(b_high))
+            b_near = tl.dot(b_x, tl.trans((b_c - b_high.to(tl.float32)).to(b_x.dtype)), acc=b_near)
+        else:
+            b_near = tl.dot(b_x, tl.trans(b_c), input_precision="tf32")
+        b_near -= b_norm[None, :]
         b_max = tl.max(b_near, 1)
         b_first = tl.min(tl.where(b_near == b_max[:, None], o_c[None, :], 32767), 1)
         b_label = tl.where(b_max > b_best, b_first, b_label)
@@ -74,11 +84,11 @@ def sampled_token(listed, key_count, i_b, o_n, m_n, lk, stride, HAS_MASK: tl.con
 
 
 # One program: sums and counts of CB clusters over one of n_chunks parts of a head's sample.
-@triton.jit
+@triton.jit(do_not_specialize=("lk", "n", "stride", "n_clusters", "n_groups", "n_heads"))
 def sum_clusters_kernel(
     v, listed, key_count, labels, sums, counts,
     v_b, v_h, v_l, lk, n_heads, n, stride, n_clusters, n_groups, n_chunks,
-    D: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, HAS_MASK: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, EXACT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     i_group = tl.program_id(0) % n_groups
     i_chunk = tl.program_id(0) // n_groups % n_chunks
@@ -94,10 +104,12 @@ def sum_clusters_kernel(
         m_n = (o_n < n) & (start + tl.arange(0, R) < size)
         m_key, b_token = sampled_token(listed, key_count, i_b, o_n, m_n, lk, stride, HAS_MASK)
         p_v = v + i_b * v_b + i_h * v_h + b_token[:, None] * v_l + o_d[None, :]
-        b_x = tl.load(p_v, mask=m_key[:, None], other=0.0).to(tl.float32)
+        b_x = tl.load(p_v, mask=m_key[:, None], other=0.0)
+        if not EXACT:
+            b_x = b_x.to(tl.float32)
         b_label = tl.load(labels + i_bh * n + o_n, mask=m_key, other=-1).to(tl.int32)
         b_is = (b_label[None, :] == o_c[:, None]).to(tl.float32)
-        b_sum = tl.dot(b_is, b_x, acc=b_sum, input_precision="tf32")
+        b_sum = tl.dot(b_is.to(b_x.dtype), b_x, acc=b_sum, input_precision="tf32")
         b_count += tl.sum(b_is, 1)
     o_row = (i_bh * n_chunks + i_chunk) * n_clusters + o_c
     m_c = o_c < n_clusters
@@ -106,7 +118,7 @@ def sum_clusters_kernel(
 
 
 # One program: CB centroids of one head from the partial sums; an empty cluster keeps its centroid.
-@triton.jit
+@triton.jit(do_not_specialize=("n_clusters", "n_groups"))
 def move_centroids_kernel(
     sums, counts, centroids, moved, half_norms, n_clusters, n_groups, n_chunks,
     D: tl.constexpr, CB: tl.constexpr, HAS_SUMS: tl.constexpr,
@@ -131,7 +143,7 @@ def move_centroids_kernel(
 
 
 # One program: the histograms of one head become, in place, where each block's keys of a label start.
-@triton.jit
+@triton.jit(do_not_specialize=("n_blocks",))
 def scan_kernel(histogram, n_blocks, W: tl.constexpr, R: tl.constexpr):
     i_bh = tl.program_id(0).to(tl.int64)
     o_w = tl.arange(0, W)
@@ -150,7 +162,7 @@ def scan_kernel(histogram, n_blocks, W: tl.constexpr, R: tl.constexpr):
 
 
 # One program: BLOCK entries of one head to their places; stable, because earlier equal labels are counted.
-@triton.jit
+@triton.jit(do_not_specialize=("lk", "n_heads"))
 def scatter_kernel(
     labels, listed, starts, order, lk, n_heads, W: tl.constexpr, R: tl.constexpr, HAS_MASK: tl.constexpr
 ):
@@ -230,8 +242,8 @@ def _assigned(v, listed, key_count, centroids, half_norms, stride, want_histogra
     assign_kernel[(b * h * n_blocks,)](
         v, listed, key_count, centroids, half_norms, labels, histogram,
         *v.stride()[:3], lk, h, n, stride, clusters,
-        D=d, R=BLOCK, CB=CENTROIDS, W=width, HAS_MASK=listed is not None, HAS_HISTOGRAM=want_histogram,
-        num_warps=8, num_stages=1,
+        D=d, R=BLOCK, CB=CENTROIDS, W=width, EXACT=exact_products(v.dtype),
+        HAS_MASK=listed is not None, HAS_HISTOGRAM=want_histogram, num_warps=8, num_stages=1,
     )  # fmt: skip
     return labels, histogram
 
@@ -245,7 +257,8 @@ def _summed(v, listed, key_count, labels, clusters, stride):
     sum_clusters_kernel[(b * h * CHUNKS * groups,)](
         v, listed, key_count, labels, sums, counts,
         *v.stride()[:3], lk, h, labels.shape[2], stride, clusters, groups, CHUNKS,
-        D=d, R=64, CB=CENTROIDS, HAS_MASK=listed is not None, num_warps=4, num_stages=2,
+        D=d, R=64, CB=CENTROIDS, EXACT=exact_products(v.dtype), HAS_MASK=listed is not None,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return sums, counts
 

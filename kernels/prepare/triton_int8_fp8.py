@@ -1,5 +1,7 @@
 """Operands of triton_int8_fp8: INT8 Q and K, E4M3 value residuals."""
 
+import torch
+
 from .. import formats
 from ..config import Recipe
 from .triton_layout import TritonOperands
@@ -14,14 +16,16 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     """
     if order is not None:
         order = order.contiguous()
-    k_mean, v_amax = statistics(
+    found = statistics(
         k, v, order, key_count, rope, want_k=recipe.smooth_k, want_v=recipe.value_format == "fp8"
     )
-    # without smoothing no key mean was taken out of the scores: the shift is zero
-    shift_mean = k_mean if recipe.smooth_k else q.new_zeros(*q.shape[:2], q.shape[3], dtype=k.dtype).float()
-    q_codes, q_scale, lse_shift = quantize_q(q, recipe, rope, shift_mean if want_lse else None, softmax_scale)
-    k_codes, k_scale = quantize_k(k, recipe, order, key_count, rope, k_mean)
-    v_codes, v_scale, v_mean, v_sum = quantize_v(v, recipe, order, key_count, v_amax)
+    shift_mean = found.k_mean if want_lse else None
+    q_codes, q_scale, lse_shift = quantize_q(q, recipe, rope, shift_mean, softmax_scale)
+    if want_lse and lse_shift is None:
+        # without smoothing no key mean was taken out of the scores
+        lse_shift = torch.zeros_like(q_scale)
+    k_codes, k_scale = quantize_k(k, recipe, order, key_count, rope, found)
+    v_codes, v_scale, v_mean, v_sum = quantize_v(v, recipe, order, key_count, found.v_scale)
     return TritonOperands(
         recipe=recipe,
         q=q_codes,

@@ -17,9 +17,17 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @functools.cache
-def rotation_signs(head_dim: int, device: torch.device) -> torch.Tensor:
-    """sqrt(D) times the rotation of C2: fp32 [D, D] of +1 and -1, exact in every format of a tensor core."""
-    return formats.hadamard_matrix(head_dim).sign().to(device)
+def rotation_signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """sqrt(D) times the rotation of C2: [D, D] of +1 and -1, exact in every format of a tensor core."""
+    return formats.hadamard_matrix(head_dim).sign().to(dtype).to(device)
+
+
+def exact_products(dtype: torch.dtype, layout: int = 0) -> bool:
+    """Whether a tensor core multiplies values of dtype as they are; not after a rotary embedding (layout).
+
+    fp32 goes in as a sum of two tf32. So does everything under the interpreter, whose bf16 dot is wrong.
+    """
+    return dtype != torch.float32 and layout == 0 and not INTERPRETED.value
 
 
 @triton.jit
@@ -66,6 +74,18 @@ def scale_of(amax, top):
 
 
 @triton.jit
+def quotient(x, scale):
+    """x / scale of broadcastable blocks, rounded as a division is: bf16 values make many exact ties (C3)."""
+    if INTERPRETED:
+        return x / scale
+    else:
+        # one reciprocal for a whole row, and its error taken back: a division is ten times as long
+        inverse = tl.minimum(1.0 / scale, 3.0e38)
+        y = x * inverse
+        return tl.fma(tl.fma(-y, tl.broadcast_to(scale, x.shape), x), tl.broadcast_to(inverse, x.shape), y)
+
+
+@triton.jit
 def tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER: tl.constexpr):
     """Token index of entries o_key of head i_bh's order, int64; 0 where masked."""
     if HAS_ORDER:
@@ -77,11 +97,11 @@ def tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER: tl.constexpr):
 # x points at the head. cos, sin: [L, D/2] from element i_rope on. ROPE: 0 none, 1 interleaved, 2 half.
 @triton.jit
 def load_rows(x, stride, b_token, m_row, cos, sin, i_rope, D: tl.constexpr, ROPE: tl.constexpr):
-    """Rows b_token of x as fp32 [R, D], rotary embedding applied; zero where masked."""
+    """Rows b_token of x, [R, D]; with a rotary embedding applied in fp32; zero where masked."""
     o_d = tl.arange(0, D)
     mask = m_row[:, None]
     row = x + b_token[:, None] * stride
-    b_x = tl.load(row + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_x = tl.load(row + o_d[None, :], mask=mask, other=0.0)
     if ROPE != 0:
         if ROPE == 1:
             partner = o_d ^ 1
@@ -96,21 +116,21 @@ def load_rows(x, stride, b_token, m_row, cos, sin, i_rope, D: tl.constexpr, ROPE
         o_angle = i_rope + b_token[:, None] * (D // 2) + angle[None, :]
         b_cos = tl.load(cos + o_angle, mask=mask, other=0.0).to(tl.float32)
         b_sin = tl.load(sin + o_angle, mask=mask, other=0.0).to(tl.float32)
-        b_x = b_x * b_cos + tl.where(first[None, :], -b_y, b_y) * b_sin
+        b_x = b_x.to(tl.float32) * b_cos + tl.where(first[None, :], -b_y, b_y) * b_sin
     return b_x
 
 
 @triton.jit
-def rotate(b_x, b_h, root, SPLIT: tl.constexpr):
-    """Hadamard rotation (C2) of rows [R, D]; b_h from rotation_signs, root = 1 / sqrt(D).
+def rotate(b_x, b_h, root, EXACT: tl.constexpr):
+    """Hadamard rotation (C2) of rows [R, D], fp32; b_h from rotation_signs, root = 1 / sqrt(D).
 
-    A tensor core reads tf32. bf16 and fp16 values are exact in it; SPLIT sends any other fp32 value as the
-    sum of two.
+    EXACT: b_x and b_h are of one 16-bit dtype. Otherwise fp32, which a tensor core reads as tf32: b_x goes in
+    as the sum of two.
     """
-    if SPLIT:
+    if EXACT:
+        b_y = tl.dot(b_x, b_h)
+    else:
         b_high = (b_x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         b_y = tl.dot(b_high, b_h, input_precision="tf32")
         b_y = tl.dot(b_x - b_high, b_h, acc=b_y, input_precision="tf32")
-    else:
-        b_y = tl.dot(b_x, b_h, input_precision="tf32")
     return b_y * root

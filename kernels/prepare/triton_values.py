@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 
 from .. import formats
-from .triton_rows import load_rows, scale_of, to_codes, to_float, tokens_at
+from .triton_rows import load_rows, quotient, scale_of, to_codes, to_float, tokens_at
 
 
 # One program: one tile of one head. v_scale is read for E4M3 and written for INT8.
 # Prefixes: o_ offsets, m_ masks, b_ blocks in registers, i_ indices.
-@triton.jit
+@triton.jit(do_not_specialize=("lk", "n_tiles", "n_heads"))
 def quantize_v_kernel(
     v, order, key_count, v_scale, codes, v_mean, v_sum,
     v_b, v_h, v_l, lk, n_heads, n_tiles,
@@ -29,7 +29,7 @@ def quantize_v_kernel(
     o_key = i_t * 128 + (((o_p >> 2) & 3) << 5 | ((o_p >> 4) & 7) << 2 | o_p & 3)
     m_key = o_key < count
     b_token = tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER)
-    b_v = load_rows(v + i_b * v_b + i_h * v_h, v_l, b_token, m_key, None, None, 0, D, 0)  # [128, D]
+    b_v = load_rows(v + i_b * v_b + i_h * v_h, v_l, b_token, m_key, None, None, 0, D, 0).to(tl.float32)
     o_tile = (i_bh * n_tiles + i_t) * D + o_d
     if FP8:
         b_scale = tl.load(v_scale + i_bh * D + o_d)
@@ -48,17 +48,17 @@ def quantize_v_kernel(
     if not FP8:
         b_scale = scale_of(tl.max(tl.abs(b_v), 0), 127.0)
         tl.store(v_scale + o_tile, b_scale)
-    b_code = to_codes(tl.div_rn(b_v, tl.broadcast_to(b_scale[None, :], [128, D])), FP8)
+    b_code = to_codes(quotient(b_v, b_scale[None, :]), FP8)
     if not FP8:
         tl.store(v_sum + o_tile, tl.sum(b_code.to(tl.int32), 0) * 128)
     o_code = (i_bh * n_tiles + i_t) * 128 * D + o_d[:, None] * 128 + o_p[None, :]
     tl.store(codes + o_code, tl.trans(b_code))
 
 
-def quantize_v(v, recipe, order, key_count, v_amax):
+def quantize_v(v, recipe, order, key_count, scale):
     """(codes [B, H, T, D, 128], scale, mean or None, 128 * sum of codes or None) of TritonOperands.
 
-    v_amax: fp32 [B, H, D], largest |v| of the existing keys; needed for E4M3 only.
+    scale: fp32 [B, H, D] for E4M3, from statistics; None for INT8, which finds its own.
     """
     b, h, lk, d = v.shape
     tiles = formats.tile_count(lk)
@@ -66,7 +66,6 @@ def quantize_v(v, recipe, order, key_count, v_amax):
     codes = v.new_empty(b, h, tiles, d, 128, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
     mean = total = None
     if fp8:
-        scale = torch.where(v_amax > 0, v_amax / formats.V_FP8_MAX, 1.0)
         mean_dtype = torch.float16
     else:
         scale = v.new_empty(b, h, tiles, d, dtype=torch.float32)

@@ -24,8 +24,8 @@ def interleaved_ms(calls, rounds=10, warmup=2):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def longest_kernel_ms(call, rounds=5):
-    """(milliseconds, name) of the kernel that takes most of a call's time on the GPU."""
+def kernels_ms(call, rounds=5):
+    """Milliseconds of each GPU kernel in a call, {name: ms}, longest first."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -35,9 +35,8 @@ def longest_kernel_ms(call, rounds=5):
     kernels = {}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.setdefault(event.name, []).append(event.device_time / 1e3)
-    name = max(kernels, key=lambda n: sum(kernels[n]))
-    return statistics.median(kernels[name]), name
+            kernels[event.name] = kernels.get(event.name, 0.0) + event.device_time / 1e3 / rounds
+    return dict(sorted(kernels.items(), key=lambda item: -item[1]))
 
 
 def peak_extra_bytes(call):

@@ -10,23 +10,28 @@ import pytest
 pytest.importorskip("triton")
 
 ARCHES = (80, 86, 89, 90, 100, 120)
+BULK_FROM = 90  # bulk copies; older cards load through pointers
 FP8_FROM = 89  # older cards have no E4M3: the registry offers them triton_int8_int8 only
 
 FLAGS = {
     "HAS_ORDER": True, "HAS_COUNT": True, "HAS_LSE": True, "HAS_MEAN": True, "DEMEAN": True, "ROTATE": True,
-    "SPLIT": True, "SMOOTH": True, "HAS_SHIFT": True, "HAS_K": True, "HAS_V": True,
+    "EXACT": True, "SMOOTH": True, "HAS_SHIFT": True, "HAS_K": True, "HAS_V": True,
 }  # fmt: skip
-ATTEND = {"D": 128, "M": 64, "STAGES": 3}
-ROWS = {"D": 128, "R": 64, "STEPS": 4}
+ATTEND = {"D": 128, "M": 64, "STAGES": 3, "BULK": False}
+ROWS = {"D": 128, "R": 64, "STEPS": 4, "ROPE": 0, "EXACT": True}
+TF32 = {**ROWS, "R": 32, "ROPE": 1, "EXACT": False}
 KMEANS = {"D": 128, "CB": 64, "R": 128, "W": 256, "HAS_MASK": True}
 
 # name: (module, kernel, needs E4M3, warps, compile-time arguments)
 VARIANTS = {
-    "statistics": ("prepare.triton_qk", "statistics_kernel", False, 4, {**ROWS, "CHUNK": 1024, "ROPE": 1}),
-    "q int8": ("prepare.triton_qk", "quantize_q_kernel", False, 4, {**ROWS, "ROPE": 2, "FP8": False}),
-    "q fp8": ("prepare.triton_qk", "quantize_q_kernel", True, 4, {**ROWS, "ROPE": 0, "FP8": True}),
-    "k int8": ("prepare.triton_qk", "quantize_k_kernel", False, 4, {**ROWS, "ROPE": 1, "FP8": False}),
-    "k fp8": ("prepare.triton_qk", "quantize_k_kernel", True, 4, {**ROWS, "ROPE": 0, "FP8": True}),
+    "statistics": ("prepare.triton_qk", "statistics_kernel", False, 4, {**TF32, "CHUNK": 1024}),
+    "finish": ("prepare.triton_qk", "finish_statistics_kernel", False, 8, {"D": 128, "R": 16}),
+    "q int8": ("prepare.triton_qk", "quantize_q_kernel", False, 4, {**ROWS, "FP8": False}),
+    "q int8 rope": ("prepare.triton_qk", "quantize_q_kernel", False, 8, {**TF32, "FP8": False}),
+    "q fp8": ("prepare.triton_qk", "quantize_q_kernel", True, 4, {**ROWS, "FP8": True}),
+    "k int8": ("prepare.triton_qk", "quantize_k_kernel", False, 4, {**ROWS, "FP8": False}),
+    "k int8 rope": ("prepare.triton_qk", "quantize_k_kernel", False, 8, {**TF32, "FP8": False}),
+    "k fp8": ("prepare.triton_qk", "quantize_k_kernel", True, 4, {**ROWS, "FP8": True}),
     "v int8": ("prepare.triton_values", "quantize_v_kernel", False, 8, {"D": 128, "FP8": False}),
     "v fp8": ("prepare.triton_values", "quantize_v_kernel", True, 8, {"D": 64, "FP8": True}),
     "assign": ("group.triton_kmeans", "assign_kernel", False, 8, {**KMEANS, "HAS_HISTOGRAM": True}),
@@ -37,7 +42,7 @@ VARIANTS = {
     "attend int8_int8": ("attend.triton_int8_int8", "attend_int8_values_kernel", False, 4, ATTEND),
     "attend int8_fp8": (
         "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
-        {**ATTEND, "FP8_QK": False, "EXPCAST": True, "ASM": True},
+        {**ATTEND, "FP8_QK": False, "EXPCAST": True, "ASM": True, "BULK": True},
     ),
     "attend int8_fp8 plain": (
         "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
@@ -49,22 +54,23 @@ VARIANTS = {
     ),
     "attend fp8_fp8": (
         "attend.triton_int8_fp8", "attend_fp8_values_kernel", True, 4,
-        {**ATTEND, "D": 64, "FP8_QK": True, "EXPCAST": True, "ASM": True},
+        {**ATTEND, "D": 64, "FP8_QK": True, "EXPCAST": True, "ASM": True, "BULK": True},
     ),
 }  # fmt: skip
 
 
-def pointer_format(kernel, name, fp8):
+def pointer_format(kernel, name, fp8, exact):
     """Triton's type of a kernel argument that is a tensor, None for an integer or float."""
     values_fp8 = kernel == "attend_fp8_values_kernel"
     return {
+        "signs": "*bf16" if exact else "*fp32",
         "q": ("*fp8e4nv" if fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
         "k": ("*fp8e4nv" if fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
         "v": ("*fp8e4nv" if values_fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
         "codes": "*fp8e4nv" if fp8 else "*i8", "ones": "*fp8e4nv", "out": "*bf16",
         "v_mean": "*fp16" if fp8 or values_fp8 else "*bf16", "v_sum": "*i32",
         "order": "*i32", "key_count": "*i32",
-        "cos": "*fp32", "sin": "*fp32", "signs": "*fp32", "k_mean": "*fp32", "k_sum": "*fp32",
+        "cos": "*fp32", "sin": "*fp32", "k_mean": "*fp32", "k_mean_rotated": "*fp32", "k_sum": "*fp32",
         "v_amax": "*fp32", "scales": "*fp32", "lse": "*fp32", "lse_shift": "*fp32",
         "centroids": "*fp32", "moved": "*fp32", "half_norms": "*fp32", "sums": "*fp32", "counts": "*fp32",
         "labels": "*i16", "listed": "*i32", "histogram": "*i32", "starts": "*i32",
@@ -82,17 +88,24 @@ def compile_kernel(kernel, arguments, warps, arch):
     from triton.compiler import ASTSource
 
     fp8 = arguments.get("FP8", arguments.get("FP8_QK", False))
+    bulk = arguments.get("BULK") and arch >= BULK_FROM
+    arguments = {**arguments, "BULK": bulk}
     constants = {n: arguments.get(n, FLAGS.get(n)) for n in kernel.arg_names if n.isupper()}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        pointer = pointer_format(kernel.__name__, name, fp8)
+        pointer = pointer_format(kernel.__name__, name, fp8, arguments.get("EXACT", False))
         if name in constants:
             signature[name] = "constexpr"
+        elif bulk and name in ("k", "v"):
+            rows = (128, arguments["D"]) if name == "k" else (arguments["D"], 128)
+            signature[name] = f"tensordesc<{pointer[1:]}[{rows[0]},{rows[1]}]>"
         elif pointer:
             signature[name] = pointer
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in FLOAT_ARGUMENTS else "i32"
+            if name[1:] in ("_b", "_h", "_l"):  # strides, as real tensors have them
+                attributes[(index,)] = [["tt.divisibility", 16]]
     constants = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     source = ASTSource(kernel, signature, constants, attributes)
     stages = arguments.get("STAGES", 1)

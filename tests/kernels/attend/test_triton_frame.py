@@ -35,7 +35,7 @@ def scores_kernel(q, k, k_scale, out, maximum, left, MASKED: tl.constexpr):
     b_q = tl.load(q + o_m[:, None] * 128 + o_n[None, :])
     b_ones = tl.full([64], 1.0, tl.float32)
     p_k = k + o_n[:, None] * 128 + o_n[None, :]
-    b_s, b_scale = tile_scores(b_q, b_ones, p_k, k_scale, 64, False)
+    b_s, b_scale = tile_scores(b_q, b_ones, tl.load(p_k), k_scale, 64, False)
     b_x = scaled_scores(b_s, b_scale, b_ones * 0.5, left, 64, MASKED)
     tl.store(out + o_m[:, None] * 128 + o_n[None, :], b_x)
     tl.store(maximum + o_m, tile_maximum(b_s, b_scale, left, 64, False, MASKED))

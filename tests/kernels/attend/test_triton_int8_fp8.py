@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from comfyui_vc_attention.kernels.attend import triton_int8_fp8
 from comfyui_vc_attention.kernels.attend.reference import attend as reference_attend
-from comfyui_vc_attention.kernels.attend.triton_int8_fp8 import attend, expcast
+from comfyui_vc_attention.kernels.attend.triton_int8_fp8 import attend, expcast, launch
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.formats import expcast_codes
 from comfyui_vc_attention.kernels.operands import TokenGrouping
@@ -15,6 +16,7 @@ from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, s
 
 triton = pytest.importorskip("triton")
 tl = triton.language
+TensorDescriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = Recipe("int8_fp8", expcast=True)
@@ -126,6 +128,22 @@ def test_permuting_the_keys_changes_only_rounding():
     q, k, v = sample_qkv("clustered", (1, 2, 30, 128), keys=400, device=DEVICE)
     grouping = TokenGrouping(shuffled(1, 2, 400), None)
     assert relative_l2(check(q, k, v), check(q, k, v, order=grouping.order)) < EXACT_TOLERANCE
+
+
+def test_bulk_copies_load_the_same_tiles(monkeypatch):
+    q, k, v = sample_qkv("clustered", (1, 2, 70, 128), keys=300, device=DEVICE)
+    operands = prepare(q, k, v, RECIPE, softmax_scale=0.1)
+    expected = launch(operands, bulk=False)[0]
+
+    def descriptors(operands):
+        return (
+            TensorDescriptor.from_tensor(operands.k.view(-1, 128), [128, 128]),
+            TensorDescriptor.from_tensor(operands.v.view(-1, 128), [128, 128]),
+        )
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_int8_fp8, "copy_descriptors", descriptors)
+    assert torch.equal(launch(operands, bulk=True)[0], expected)
 
 
 def test_expcast_codes_are_equation_7():

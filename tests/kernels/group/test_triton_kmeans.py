@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfyui_vc_attention.kernels.group import triton_kmeans
 from comfyui_vc_attention.kernels.group.reference import assign_labels
 from comfyui_vc_attention.kernels.group.reference import group_tokens as reference_group_tokens
 from comfyui_vc_attention.kernels.group.triton_kmeans import group_tokens
@@ -56,13 +57,23 @@ def test_same_labels_as_the_reference_on_the_same_centroids():
     assert same.float().mean() > 0.95
 
 
+def test_sixteen_bit_products(monkeypatch):
+    """The GPU's path for bf16 and fp16; the interpreter can take it in fp16 only."""
+    v = clustered(500, dtype=torch.float16)
+    expected = group_tokens(v, 16)
+    monkeypatch.setattr(triton_kmeans, "exact_products", lambda dtype: True)
+    grouping = group_tokens(v, 16)
+    assert_cluster_by_cluster(v, grouping)
+    assert (grouping.order == expected.order).float().mean() > 0.9
+
+
 def test_lloyd_step_equals_the_reference():
     v = clustered(600)
     start = reference_group_tokens(v, 16, iterations=1)
     ours = group_tokens(v, 16, start, iterations=1)
-    torch.testing.assert_close(
-        ours.centroids, reference_group_tokens(v, 16, start, iterations=1).centroids, rtol=0, atol=0.02
-    )
+    apart = (ours.centroids - reference_group_tokens(v, 16, start, iterations=1).centroids).abs()
+    # a token on a border may go to the other side and move two centroids by a part of one token
+    assert apart.median() < 1e-3 and apart.max() < 0.3
 
 
 def test_masked_keys_come_last_and_do_not_matter():

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.prepare import triton_qk
 from comfyui_vc_attention.kernels.prepare.reference import prepare as reference_prepare
 from comfyui_vc_attention.kernels.prepare.triton_int8_fp8 import prepare
 from comfyui_vc_attention.kernels.prepare.triton_layout import reference_layout
@@ -75,6 +76,18 @@ def test_switches(switch):
     q, k, v = sample_qkv("outlier_tokens", (1, 2, 65, 128), keys=150, device=DEVICE)
     recipe = dataclasses.replace(RECIPE, **{switch: False})
     assert_same_operands(*both(q, k, v, recipe, order=shuffled(1, 2, 150), want_lse=True))
+
+
+@pytest.mark.parametrize("switch", ["", "smooth_k", "rotate_qk"])
+def test_sixteen_bit_products(switch, monkeypatch):
+    """The GPU's path for bf16 and fp16; the interpreter can take it in fp16 only."""
+    monkeypatch.setattr(triton_qk, "exact_products", lambda dtype, layout: layout == 0)
+    q, k, v = sample_qkv("clustered", (1, 2, 70, 128), keys=200, dtype=torch.float16, device=DEVICE)
+    recipe = dataclasses.replace(RECIPE, **({switch: False} if switch else {}))
+    count = torch.tensor([150], dtype=torch.int32, device=DEVICE)
+    options = {"order": shuffled(1, 2, 200), "key_count": count, "want_lse": True}
+    # the key mean is subtracted after the rotation: a few codes on the border move
+    assert_same_operands(*both(q, k, v, recipe, **options), share=3e-4)
 
 
 def test_absent_keys_are_never_read():

@@ -2,8 +2,8 @@
 
 import torch
 from comfyui_vc_attention.kernels.config import Recipe
-from comfyui_vc_attention.kernels.prepare.reference import key_mean
-from comfyui_vc_attention.kernels.prepare.triton_qk import quantize_k, quantize_q, statistics
+from comfyui_vc_attention.kernels.prepare.reference import key_mean, rotate
+from comfyui_vc_attention.kernels.prepare.triton_qk import Statistics, quantize_k, quantize_q, statistics
 from comfyui_vc_attention.kernels.testing import sample_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -12,20 +12,22 @@ RECIPE = Recipe("int8_fp8")
 
 def test_statistics_over_several_chunks():
     _, k, v = sample_qkv("clustered", (2, 1, 1, 64), keys=2100, device=DEVICE)
-    mean, amax = statistics(k, v, None, None, None, True, True)
-    torch.testing.assert_close(mean, key_mean(k)[:, :, 0], rtol=1e-5, atol=1e-6)
-    assert torch.equal(amax, v.abs().amax(2))
+    found = statistics(k, v, None, None, None, True, True)
+    mean = key_mean(k)
+    torch.testing.assert_close(found.k_mean, mean[:, :, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.k_mean_rotated, rotate(mean)[:, :, 0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.v_scale, v.abs().amax(2) / 224)
 
 
 def test_statistics_see_existing_keys_only():
     _, k, v = sample_qkv("clustered", (2, 1, 1, 64), keys=300, device=DEVICE)
     order = torch.rand(2, 1, 300, device=DEVICE).argsort(-1).int()
     count = torch.tensor([120, 0], dtype=torch.int32, device=DEVICE)
-    mean, amax = statistics(k, v, order, count, None, True, True)
+    found = statistics(k, v, order, count, None, True, True)
     kept = order[0, 0, :120].long()
-    torch.testing.assert_close(mean[0, 0], k[0, 0, kept].mean(0), rtol=1e-5, atol=1e-6)
-    assert torch.equal(amax[0, 0], v[0, 0, kept].abs().amax(0))
-    assert (mean[1] == 0).all() and (amax[1] == 0).all()
+    torch.testing.assert_close(found.k_mean[0, 0], k[0, 0, kept].mean(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.v_scale[0, 0], v[0, 0, kept].abs().amax(0) / 224)
+    assert (found.k_mean[1] == 0).all() and (found.v_scale[1] == 1).all()
 
 
 def test_one_scale_per_query():
@@ -39,7 +41,9 @@ def test_one_scale_per_query():
 def test_a_k_scale_never_spans_more_than_32_keys():
     k = sample_qkv("gauss", (1, 1, 1, 128), keys=160, device=DEVICE)[1]
     k[:, :, 40] *= 50
-    _, scales = quantize_k(k, Recipe("int8_fp8", smooth_k=False), None, None, None, None)
+    _, scales = quantize_k(
+        k, Recipe("int8_fp8", smooth_k=False), None, None, None, Statistics(None, None, None)
+    )
     large = scales > 5 * scales[0, 0, 0, 0]
     assert large.nonzero()[:, 2:].tolist() == [[0, 1]]
     assert (scales[0, 0, 1, 1:] == 0).all()  # no such keys

@@ -4,6 +4,7 @@ import pytest
 import torch
 from comfyui_vc_attention.kernels import formats
 from comfyui_vc_attention.kernels.prepare.triton_rows import (
+    exact_products,
     rotate,
     rotation_signs,
     scale_of,
@@ -23,10 +24,10 @@ def codes_kernel(x, codes, N: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def rotate_kernel(x, signs, out, root, D: tl.constexpr, SPLIT: tl.constexpr):
+def rotate_kernel(x, signs, out, root, D: tl.constexpr, EXACT: tl.constexpr):
     o_x = tl.arange(0, 64)[:, None] * D + tl.arange(0, D)[None, :]
     b_h = tl.load(signs + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
-    tl.store(out + o_x, rotate(tl.load(x + o_x).to(tl.float32), b_h, root, SPLIT))
+    tl.store(out + o_x, rotate(tl.load(x + o_x), b_h, root, EXACT))
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def scale_kernel(amax, scale, N: tl.constexpr):
 
 
 def test_signs_are_the_rotation_without_its_scale():
-    signs = rotation_signs(64, torch.device("cpu"))
+    signs = rotation_signs(64, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(signs / 8, formats.hadamard_matrix(64))
     assert signs.abs().eq(1).all()
 
@@ -59,13 +60,14 @@ def test_e4m3_codes_round_to_even_carry_and_saturate():
     assert torch.equal(codes.float(), formats.to_e4m3(x).float())
 
 
-@pytest.mark.parametrize(
-    "dtype, split", [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True)]
-)
-def test_rotation_is_exact_to_float32(dtype, split):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rotation_is_exact_to_float32(dtype):
     x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) + 3).to(dtype).to(DEVICE)
+    exact = exact_products(dtype)
+    if not exact:
+        x = x.float()
     out = torch.empty(64, 128, device=DEVICE)
-    rotate_kernel[(1,)](x, rotation_signs(128, x.device), out, 128**-0.5, D=128, SPLIT=split)
+    rotate_kernel[(1,)](x, rotation_signs(128, x.dtype, x.device), out, 128**-0.5, D=128, EXACT=exact)
     expected = x.double() @ formats.hadamard_matrix(128, torch.float64, DEVICE)
     assert (out - expected).abs().max() < 1e-5
 
