@@ -21,7 +21,7 @@ from .kernel_errors import raise_unless_recoverable
 from .patch_settings import PatchSettings
 from .run_record import GROUPING, USUAL, ErrorProbe
 from .run_report import RunReport, say
-from .run_state import Forward, conditions
+from .run_state import Forward, Shared, conditions
 from .sampling_hooks import FORWARD, KEY, OVERRIDE, SamplingHooks, chain_of
 
 KEPT_REPORTS = 8
@@ -81,7 +81,7 @@ class Declined:
     block: int | None = None  # known once the call is video self-attention
 
 
-class AttentionOverride:
+class AttentionOverride(Shared):
     """Attention of one patched model. Clones share it; what changes lives in the run and in the forward."""
 
     def __init__(self, settings: PatchSettings, family: Family, previous=None):

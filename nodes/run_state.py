@@ -107,7 +107,14 @@ class GroupingStore:
         return len(self._kept)
 
 
-class Run:
+class Shared:
+    """Stays one object where a pack copies options deeply; ComfyUI itself copies dicts and lists only."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Run(Shared):
     """One sampler call of one patched model."""
 
     def __init__(self, owner: object, settings: PatchSettings, family: Family, schedule: StepSchedule):
@@ -155,7 +162,7 @@ class Run:
         self.report.record.drop()
 
 
-class Forward:
+class Forward(Shared):
     """One call of the model. It is made anew for each, so threads and aborted calls leave nothing behind."""
 
     def __init__(self, run: Run, text_tokens: int | None = None):

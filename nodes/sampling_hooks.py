@@ -10,7 +10,7 @@ from .families import Family
 from .patch_settings import PatchSettings
 from .report_text import report_text
 from .run_report import log
-from .run_state import Forward, Run
+from .run_state import Forward, Run, Shared
 from .status_events import send_status, show_text
 from .step_schedule import StepPlan, StepSchedule
 
@@ -29,7 +29,7 @@ def chain_of(override) -> Iterator[object]:
         override = getattr(override, "_vc_previous", None)
 
 
-class SamplingHooks:
+class SamplingHooks(Shared):
     """The events of one patched model. Shared by its clones, so what belongs to a run lives in Run."""
 
     def __init__(self, override, settings: PatchSettings, family: Family):

@@ -1,6 +1,7 @@
 """The override against recorded calls and fakes; the real ComfyUI is in tests/host."""
 
 import contextlib
+import copy
 import logging
 import sys
 import threading
@@ -301,6 +302,18 @@ def test_x06_one_override_object_for_every_call_and_clone(patched):
     model.sample([1.0, 0.5, 0.0], forward)
     model.clone().sample([1.0, 0.5, 0.0], forward)
     assert len(set(seen)) == 1 and len(seen) == 4
+
+
+def test_a_pack_that_copies_everything_deeply_changes_nothing(patched):
+    model = patched()
+    model.model_options = copy.deepcopy(model.model_options)
+    model.wrappers = copy.deepcopy(model.wrappers)
+    q, k, v = wan_call()
+
+    def forward(options):
+        return call(copy.deepcopy(in_block(options)), q, k, v)
+
+    assert [reached for _, reached in model.sample([1.0, 0.5, 0.0], forward)] == [0, 0]
 
 
 class Predecessor:
