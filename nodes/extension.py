@@ -6,6 +6,7 @@ from .benchmark_node import VCAttentionBenchmark
 from .capture_node import VCAttentionCapture
 from .compare_node import VCAttentionCompare
 from .patch_node import VCAttentionPatch
+from .raylight_node import VCAttentionPatchRaylight, VCAttentionReportRaylight
 from .report_node import VCAttentionReport
 from .sample_nodes import VCAttentionSample, VCAttentionSampleDecode
 
@@ -17,6 +18,8 @@ NODES = (
     VCAttentionCapture,
     VCAttentionSample,
     VCAttentionSampleDecode,
+    VCAttentionPatchRaylight,
+    VCAttentionReportRaylight,
 )
 
 

@@ -32,8 +32,10 @@ def workflows(pack_root):
 
 @pytest.fixture(scope="module")
 def foreign(pack_root, schemas):
-    """Input names of other nodes, as a real ComfyUI described them (tests/data/object_info.json)."""
-    recorded = json.loads((pack_root / "tests" / "data" / "object_info.json").read_text(encoding="utf-8"))
+    """Input names of other nodes: ComfyUI's as it described them, Raylight's as read in its source."""
+    recorded = {}
+    for name in ("object_info.json", "raylight_object_info.json"):
+        recorded |= json.loads((pack_root / "tests" / "data" / name).read_text(encoding="utf-8"))
     names = {
         name: {*node["input"]["required"], *node["input"]["optional"]} for name, node in recorded.items()
     }

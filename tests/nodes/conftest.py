@@ -45,6 +45,7 @@ def stand_in_for_comfy_api():
     widgets = ("Combo", "Float", "Int", "String", "Boolean")
     io = SimpleNamespace(
         **{name: io_type(name) for name in (*sockets, *widgets)},
+        Custom=io_type,
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
         NodeOutput=NodeOutput,
