@@ -12,7 +12,7 @@ SOURCE = CSRC / "cuda_int8_fp8_sm90.cu"
 THREADS = 512
 SHARED_BYTES = 199424  # SHARED_BYTES of csrc/frame.cuh
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-CALL = "PPPPPPPPPP qqq iii i f i"  # struct Call
+CALL = "PPPPPPPPPP qqq iii i f"  # struct Call of csrc/frame.cuh
 
 
 def attend(operands: HopperOperands):
@@ -44,7 +44,6 @@ def run(operands: HopperOperands, source: Path, kernel: str, switches: dict[str,
         heads, blocks, items,
         OUT_TYPES[operands.out_dtype],
         operands.score_scale * 8.0,  # code units: 8 to the octave
-        int(operands.means is not None and operands.means.dtype == torch.float16),
     )  # fmt: skip
     module = load_module(source, ARCH, device, tuple(f"{name}={int(on)}" for name, on in switches.items()))
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

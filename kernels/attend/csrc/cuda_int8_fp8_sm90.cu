@@ -1,10 +1,10 @@
 // attend() for sm_90a with E4M3 values: `int8_fp8` (USE_INT8_QK=1) and `fp8_fp8` (USE_INT8_QK=0) of the recipes.
 // Host side: ../cuda_int8_fp8_sm90.py. Must match ../reference.py. Switches: USE_INT8_QK, USE_EXPCAST, USE_MEANS.
 //
-// A warpgroup's tile: S = Q K; probabilities as E4M3 bytes against the true running maximum; T = P [R | 1] into a fresh
-// accumulator, whose 8 extra columns of ones (zero at absent keys) give the row sum of the decoded bytes; O = alpha O + T
-// in fp32, so that no more than 128 keys stay in the tensor core's short accumulator. Absent keys repeat the last real
-// key of the tile and have zero value and zero one: nothing is masked here.
+// A warpgroup's tile: S = Q K; probabilities as E4M3 bytes against the true running maximum; T = P [R | 1] into a
+// fresh accumulator, whose 8 extra columns of ones (zero at absent keys) give the row sum of the decoded bytes;
+// O = alpha O + T in fp32, so that no more than 128 keys stay in the tensor core's short accumulator. Absent keys
+// repeat the last real key of the tile and have zero value and zero one: nothing is masked here.
 // Means: (row sum, maximum) of 16 tiles wait in shared memory; one 16-bit product adds their outer products (Eq. 6).
 // S and T take the same registers, so each warpgroup is serial and the three overlap one another.
 // Bound by: register-file writes beside 32-bit accumulators (tests/bench/NOTES.md).

@@ -1,10 +1,11 @@
-// attend() for sm_90a, `int8_int8` (I1 to I6): U8 probabilities against the tile's own maximum, S8 values with a scale per
-// tile and channel, exact int32 products, fp32 across tiles.
+// attend() for sm_90a, `int8_int8` (I1 to I6): U8 probabilities against the tile's own maximum, S8 values with a
+// scale per tile and channel, exact int32 products, fp32 across tiles.
 // Host side: ../cuda_int8_int8_sm90.py. Must match ../reference.py. Switches: USE_MEANS, USE_F16_MEANS (else bf16).
 //
 // Same frame as cuda_int8_fp8_sm90.cu. Both products start from preloaded accumulators, so neither needs a conversion.
-// The row sum is exact: dp4a over the probability bytes. O is rescaled only in tiles where a maximum of the warp moved.
-// Bound by: the exponential beside the products (tests/bench/NOTES.md).
+// The row sum is exact: dp4a over the probability bytes, whose absent keys are cleared in a short last tile. O is
+// rescaled only in tiles where a maximum of the warp moved.
+// Bound by: instruction issue, 700 a tile and warp (tests/bench/NOTES.md).
 #define VALUE_TAIL 512
 #include "frame.cuh"
 
@@ -125,7 +126,8 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
       }
       if (USE_MEANS) {
         barrier_wait(bar.mean_full(mean_ring.slot), mean_ring.parity);
-        restore_means(o, sums, lane, count, m, mean_descriptor(shared + MEANS_AT + mean_ring.slot * MEAN_RECORD));
+        const u64 means = mean_descriptor(shared + MEANS_AT + mean_ring.slot * MEAN_RECORD);
+        restore_means(o, sums, lane, count, m, means);
         release(bar.mean_empty(mean_ring.slot), lane);
         mean_ring.next();
       }

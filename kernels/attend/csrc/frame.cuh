@@ -3,43 +3,45 @@
 #pragma once
 #include "softmax.cuh"
 
-constexpr int GROUPS = 3;                  // multiplying warpgroups
-constexpr int BLOCK_ROWS = 64 * GROUPS;    // query rows of a block
+constexpr int GROUPS = 3;                // multiplying warpgroups
+constexpr int BLOCK_ROWS = 64 * GROUPS;  // query rows of a block
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int STAGES = 4;                  // tiles in flight
-constexpr int KEY_RECORD = 16384 + 16;     // codes of a tile, then 4 scales
-constexpr int VALUE_RECORD = 16384 + VALUE_TAIL;  // transposed codes of a tile, then 8 rows of ones or 128 scales
-constexpr int MEAN_RECORD = 4096;          // means of 16 tiles
-constexpr int MEAN_TILES = 16;             // tiles between two restorations
-constexpr int SLOT = 17408;                // record, padded to the swizzle's 1024 bytes
+constexpr int STAGES = 4;  // tiles in flight
 
+constexpr int KEY_RECORD = 16384 + 16;            // codes of a tile, then 4 scales
+constexpr int VALUE_RECORD = 16384 + VALUE_TAIL;  // transposed codes of a tile, then 8 rows of ones or 128 scales
+constexpr int MEAN_RECORD = 4096;                 // means of 16 tiles
+constexpr int MEAN_TILES = 16;                    // tiles between two restorations
+constexpr int SLOT = 17408;                       // a record, padded to the swizzle's 1024 bytes
+// per group: [16 tiles, then all before][64 rows] (row sum, maximum)
 constexpr int SUMS_BYTES = (MEAN_TILES + 1) * 512;
+
 constexpr int Q_AT = 0;
 constexpr int K_AT = Q_AT + GROUPS * 8192;
 constexpr int V_AT = K_AT + STAGES * SLOT;
 constexpr int MEANS_AT = V_AT + STAGES * SLOT;
-constexpr int SUMS_AT = MEANS_AT + 2 * MEAN_RECORD;             // per group [16 tiles, then all before][64 rows] (row sum, maximum)
+constexpr int SUMS_AT = MEANS_AT + 2 * MEAN_RECORD;
 constexpr int BARRIERS_AT = SUMS_AT + GROUPS * SUMS_BYTES;
-constexpr int SHARED_BYTES = BARRIERS_AT + 256 + 1024;          // 1024: the base is rounded up
+// the base is rounded up to 1024
+constexpr int SHARED_BYTES = BARRIERS_AT + 256 + 1024;
 
-// Mirrored by CALL of ../cuda_int8_fp8_sm90.py.
 struct Call {
-  const char* q;           // [B H][blocks * 3][8192]: 64 rows of codes, swizzled
-  const float* q_scale;    // [B H][blocks * 192]
-  const char* k;           // [B H][T][KEY_RECORD]
-  const char* v;           // [B H][T][VALUE_RECORD]
-  const char* means;       // [B H][ceil(T / 16)][MEAN_RECORD]
-  const float* v_scale;    // [B H][128]; fp8 values only
-  const int* key_count;    // [B] or null: all keys
-  const float* lse_shift;  // [B H][Lq] or null
-  float* lse;              // [B H][Lq] or null
-  void* out;               // [B][Lq][H][128]
-  i64 rows, tiles, keys;   // Lq, T, Lk
+  const char* q;             // [B H][blocks * 3][8192]: 64 rows of codes, swizzled
+  const float* q_scale;      // [B H][blocks * 192]
+  const char* k;             // [B H][T][KEY_RECORD]
+  const char* v;             // [B H][T][VALUE_RECORD]
+  const char* means;         // [B H][ceil(T / 16)][MEAN_RECORD]
+  const float* v_scale;      // [B H][128]; fp8 values only
+  const int* key_count;      // [B] or null: all keys
+  const float* lse_shift;    // [B H][Lq] or null
+  float* lse;                // [B H][Lq] or null
+  void* out;                 // [B][Lq][H][128]
+  i64 rows, tiles, keys;     // Lq, T, Lk
   int heads, blocks, items;  // H, blocks of a head, blocks in all (times 192: below 2^31)
-  int out_type;            // 0 bf16, 1 fp16, 2 fp32
-  float code_scale;        // softmax scale * 8 log2(e): score units to code units
-  int mean_type;           // 0 bf16, 1 fp16
+  int out_type;              // 0 bf16, 1 fp16, 2 fp32
+  float code_scale;          // softmax scale * 8 log2(e): score units to code units
 };
+static_assert(sizeof(Call) == 128, "CALL of ../cuda_int8_fp8_sm90.py packs it");
 
 struct Item {
   int head;  // of B H
@@ -52,6 +54,7 @@ DEVICE Item item_of(const Call& call, int index) {
   return item;
 }
 
+// Shared-memory barriers: "full" is completed by a copy's bytes, "empty" by one arrival of each multiplying warp.
 struct Barriers {
   u32 base;
   DEVICE u32 k_full(int i) const { return base + 8 * i; }
@@ -99,7 +102,8 @@ DEVICE void load_block(const Call& call, u32 shared, Barriers bar, bool means) {
     const char* mean = call.means + item.head * ((call.tiles + MEAN_TILES - 1) / MEAN_TILES) * MEAN_RECORD;
     barrier_wait(bar.q_empty(), q_parity);
     barrier_expect(bar.q_full(), GROUPS * 8192);
-    bulk_load(shared + Q_AT, call.q + ((i64)item.head * call.blocks + item.block) * GROUPS * 8192, GROUPS * 8192, bar.q_full());
+    const char* q = call.q + ((i64)item.head * call.blocks + item.block) * GROUPS * 8192;
+    bulk_load(shared + Q_AT, q, GROUPS * 8192, bar.q_full());
 #pragma unroll 1
     for (int j = 0; j < item.tiles(); j++) {
       barrier_wait(bar.k_empty(ring.slot), ring.parity ^ 1);

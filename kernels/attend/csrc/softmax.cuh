@@ -1,8 +1,8 @@
 // One warpgroup's score tile, 64 rows x 128 keys, to probability bytes.
 //
 // Accumulator layout: a lane holds rows g = lane / 4 and g + 8 of its warp's 16; s[4 j], s[4 j + 1] are row g and
-// s[4 j + 2], s[4 j + 3] row g + 8, columns 8 j + 2 (lane % 4) and the next. A lane's 32 columns are the 32 keys of one
-// scale group: the preparation places the keys so, and then a scale is one number per lane and tile.
+// s[4 j + 2], s[4 j + 3] row g + 8, columns 8 j + 2 (lane % 4) and the next. A lane's 32 columns are the 32 keys of
+// one scale group: the preparation places the keys so, and then a scale is one number per lane and tile.
 // Scores and maxima are in code units, 8 to the octave (E4M3 codes of Eq. 7).
 #pragma once
 #include "hopper.cuh"
@@ -130,7 +130,8 @@ DEVICE void probabilities_u8(const u32 (&s)[64], float a0, float a1, float m0, f
   for (int j = 0; j < 16; j += 2) {
     float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = exp2_fast(fmaf(value(s[4 * j + i]), (i & 2) ? a1 : a0, (i & 2) ? b1 : b0));
+    for (int i = 0; i < 8; i++)
+      x[i] = exp2_fast(fmaf(value(s[4 * j + i]), (i & 2) ? a1 : a0, (i & 2) ? b1 : b0));
     p[j] = pack_u8(x[0], x[1], x[4], x[5]);
     p[j + 1] = pack_u8(x[2], x[3], x[6], x[7]);
   }

@@ -19,7 +19,6 @@ constexpr int X_STRIDE = 272;     // bytes between tokens: eight rows of 16 byte
 constexpr int SLICES = (CLUSTERS / 16 + 7) / 8;  // 16-cluster slices of a warp
 constexpr int BUCKETS = CLUSTERS + 1;            // and one for keys that do not exist
 
-// Mirrored by ../cuda_kmeans.py.
 struct Job {
   Rows v;
   const u8* exists;    // [B][L] or null: all
@@ -35,6 +34,7 @@ struct Job {
   i64 tokens;          // L
   int heads, clusters, chunks, stride;  // stride: of the sample
 };
+static_assert(sizeof(Job) == 136, "JOB of ../cuda_kmeans.py packs it");
 
 constexpr bool F16 = is_fp16<INPUT>::value;
 
@@ -78,7 +78,8 @@ DEVICE void write_centroid(const Job& job, float x) {
   __syncthreads();
   if (c < job.clusters) job.centroids[((i64)bh * job.clusters + c) * HEAD_DIM + channel] = x;
   if (channel == 0)
-    job.half_norms[padded] = c < job.clusters ? 0.5f * (norms[0] + norms[1] + norms[2] + norms[3]) : __int_as_float(0x7F800000);
+    job.half_norms[padded] =
+        c < job.clusters ? 0.5f * (norms[0] + norms[1] + norms[2] + norms[3]) : __int_as_float(0x7F800000);
 }
 // First centroids: given ones, or the tokens named by seeds
 extern "C" __global__ void start_centroids(const __grid_constant__ Job job) {
@@ -152,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(256, USE_UPDATE ? (SLICES == 1 ? 2 
   const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   for (int i = threadIdx.x; i < CLUSTERS * 16; i += 256)
-    *(uint4*)(centroids + i / 16 * C_STRIDE + i % 16 * 16) = ((const uint4*)(job.narrow + (i64)bh * CLUSTERS * HEAD_DIM))[i];
+    *(uint4*)(centroids + i / 16 * C_STRIDE + i % 16 * 16) =
+        ((const uint4*)(job.narrow + (i64)bh * CLUSTERS * HEAD_DIM))[i];
   for (int i = threadIdx.x; i < CLUSTERS; i += 256) half_norms[i] = job.half_norms[(i64)bh * CLUSTERS + i];
   for (int i = threadIdx.x; i < BUCKETS; i += 256) counts[i] = 0;
   __syncthreads();
@@ -170,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(256, USE_UPDATE ? (SLICES == 1 ? 2 
     for (int i = threadIdx.x; i < TOKENS * 16; i += 256) {
       const i64 token = first + (i64)(i / 16) * job.stride;
       uint4 e = make_uint4(0, 0, 0, 0);
-      if (token_exists(job, batch, token)) e = to_16_bits(load_eight(row_of<INPUT>(job.v, batch, head, token) + i % 16 * 8));
+      if (token_exists(job, batch, token))
+        e = to_16_bits(load_eight(row_of<INPUT>(job.v, batch, head, token) + i % 16 * 8));
       *(uint4*)(x_tile + i / 16 * X_STRIDE + i % 16 * 16) = e;
     }
     __syncthreads();
@@ -207,12 +210,15 @@ extern "C" __global__ void __launch_bounds__(256, USE_UPDATE ? (SLICES == 1 ? 2 
 #pragma unroll
       for (int slice = 0; slice < SLICES; slice++) {
         const u32 c = 16 * (warp + 8 * slice) + g;
-        auto hot = [&](u32 l, u32 cluster) { return ((l & 0xFFFF) == cluster ? ONE : 0) | ((l >> 16) == cluster ? ONE << 16 : 0); };
+        auto hot = [&](u32 l, u32 cluster) {
+          return ((l & 0xFFFF) == cluster ? ONE : 0) | ((l >> 16) == cluster ? ONE << 16 : 0);
+        };
         one[0] = hot(l0, c), one[1] = hot(l0, c + 8), one[2] = hot(l1, c), one[3] = hot(l1, c + 8);
 #pragma unroll
         for (int n = 0; n < 16; n += 2) {
           u32 b0, b1, b2, b3;
-          load_transposed(shared_address(x_tile + (k + lane % 16) * X_STRIDE + (n + lane / 16) * 16), b0, b1, b2, b3);
+          const char* at = x_tile + (k + lane % 16) * X_STRIDE + (n + lane / 16) * 16;
+          load_transposed(shared_address(at), b0, b1, b2, b3);
           mma(sums[slice][n], one[0], one[1], one[2], one[3], b0, b1);
           mma(sums[slice][n + 1], one[0], one[1], one[2], one[3], b2, b3);
         }
@@ -284,7 +290,8 @@ extern "C" __global__ void __launch_bounds__(CHUNK) scatter(const __grid_constan
   }
   __syncthreads();
   if (real) {
-    const int at = job.offsets[((i64)bh * job.chunks + blockIdx.x) * BUCKETS + label] + before[warp][label] + rank;
+    const int start = job.offsets[((i64)bh * job.chunks + blockIdx.x) * BUCKETS + label];
+    const int at = start + before[warp][label] + rank;
     job.order[bh * job.tokens + at] = token;
   }
 }

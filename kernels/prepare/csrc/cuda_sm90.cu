@@ -1,11 +1,11 @@
 // prepare() for sm_90a: q, k and v to the shared-memory images that attend/csrc/frame.cuh loads with bulk copies.
 // Host side: ../cuda_sm90.py. Must match ../reference.py.
 //
-// Where a key sits: key 32 a + 4 i + b of a tile (scale group a) is row 16 i + 8 (b / 2) + 2 a + b % 2 of the K image, so
-// that the accumulator columns of one lane are one scale group; and byte 16 i + 4 a + b of a channel's row in the V image,
-// so that the lane's packed probabilities are the A fragment of the second product as they are.
-// Absent keys of a last tile: the K image repeats the last real key (their scores change no maximum), the V image has zero
-// codes and zero ones (they add nothing).
+// Where a key sits: key 32 a + 4 i + b of a tile (scale group a) is row 16 i + 8 (b / 2) + 2 a + b % 2 of the K
+// image, so that the accumulator columns of one lane are one scale group; and byte 16 i + 4 a + b of a channel's row
+// in the V image, so that the lane's packed probabilities are the A fragment of the second product as they are.
+// Absent keys of a last tile: the K image repeats the last real key (their scores change no maximum), the V image has
+// zero codes and zero ones (they add nothing).
 // Bound by: memory traffic; one read and one write per operand, and one more read of k and v for their statistics.
 #include "rows.cuh"
 
@@ -13,7 +13,6 @@ constexpr int KEY_RECORD = 16384 + 16;
 constexpr int MEAN_RECORD = 4096;
 constexpr int CHUNK = 1024;  // keys whose statistics one block takes
 
-// Mirrored by ../cuda_sm90.py.
 struct Job {
   Rows q, k, v;
   Rope rope;
@@ -34,6 +33,7 @@ struct Job {
   float softmax_scale;
   int rotate, smooth_k, demean;
 };
+static_assert(sizeof(Job) == 280, "JOB of ../cuda_sm90.py packs it");
 
 DEVICE int count_of(const Job& job, int batch) {
   return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
@@ -88,8 +88,8 @@ DEVICE void chunk_statistics(const Job& job, bool of_v) {
   }
 }
 
-// Mean of k and scale of v (F1) from the chunks, in a fixed order; the mean rotated where keys are rotated before it is
-// taken off. blockIdx: B H; 128 threads
+// Mean of k and scale of v (F1) from the chunks, in a fixed order; the mean rotated where keys are rotated before it
+// is taken off. blockIdx: B H; 128 threads
 extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
   const int bh = blockIdx.x, channel = threadIdx.x;
   const float* sums = job.partial + (i64)bh * job.chunks * HEAD_DIM + channel;
@@ -119,7 +119,8 @@ extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
 // Rows g and g + 8 of a warp's 16: q's or k's tokens, k centred, rotated as the call says.
 // dot: of each row and the mean of k, for lse (C6).
 template <typename T>
-DEVICE void load_two(const Job& job, const Rows& rows, int bh, const i64 (&token)[2], bool of_k, float (&x)[2][32], float (&dot)[2]) {
+DEVICE void load_two(const Job& job, const Rows& rows, int bh, const i64 (&token)[2], bool of_k, float (&x)[2][32],
+                     float (&dot)[2]) {
   const int lane = threadIdx.x & 3, batch = bh / job.heads, head = bh % job.heads;
   const float* mean = job.k_mean + bh * HEAD_DIM;
 #if USE_TENSOR_ROTATION
@@ -140,7 +141,9 @@ DEVICE void load_two(const Job& job, const Rows& rows, int bh, const i64 (&token
 #endif
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    if (!of_k && job.lse_shift) dot[r] = job.smooth_k ? quad_dot(x[r], mean, lane) * (USE_TENSOR_ROTATION ? 1.f / 128.f : 1.f) : 0.f;
+    // two rotated rows have 128 times the dot product, for their norm is left out
+    constexpr float UNIT = USE_TENSOR_ROTATION ? 1.f / 128.f : 1.f;
+    if (!of_k && job.lse_shift) dot[r] = job.smooth_k ? quad_dot(x[r], mean, lane) * UNIT : 0.f;
     if (of_k && job.smooth_k) subtract(x[r], mean, lane);
     if (!USE_TENSOR_ROTATION && job.rotate) rotate(job.signs, lane, x[r]);
   }
@@ -209,12 +212,13 @@ struct __align__(2 * sizeof(T)) Pair {
 };
 // The lowest bytes of a word, as many as there are keys
 DEVICE u32 real_bytes(int keys) { return keys >= 4 ? ~0u : (1u << 8 * max(keys, 0)) - 1; }
-// Code bytes of a channel's 32 keys of one lane into its row of the image; word i of the lane is 4 keys from 32 a + 4 i.
+// Code bytes of a channel's 32 keys of one lane into its row of the image; word i of it is 4 keys from 32 a + 4 i.
 template <bool INT8>
 DEVICE void store_channel(char* image, int channel, int a, int count, const float (&r)[32], float inverse) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    u32 codes = pack_codes<INT8>(r[4 * i] * inverse, r[4 * i + 1] * inverse, r[4 * i + 2] * inverse, r[4 * i + 3] * inverse);
+    const float* y = r + 4 * i;
+    u32 codes = pack_codes<INT8>(y[0] * inverse, y[1] * inverse, y[2] * inverse, y[3] * inverse);
     if (count < TILE) codes &= real_bytes(count - 32 * a - 4 * i);
     *(u32*)(image + channel * 128 + ((i ^ (channel & 7)) * 16) + a * 4) = codes;
   }
@@ -292,8 +296,10 @@ DEVICE void quantize_v(const Job& job) {
   __syncthreads();
   char* image = memory;
   if (INT8) {
-    top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, 1)), top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, 2));
-    top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, 1)), top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, 2));
+    for (int step = 1; step < 4; step *= 2) {
+      top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, step));
+      top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, step));
+    }
     sx = top_x > 0.f ? top_x / 127.f : 1.f;
     sy = top_y > 0.f ? top_y / 127.f : 1.f;
     if (a == 0) ((float2*)(image + 16384))[pair] = make_float2(sx, sy);

@@ -23,7 +23,9 @@ template <typename T> DEVICE float element(const u32* words, int i);
 template <> DEVICE float element<Bf16>(const u32* words, int i) {
   return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
 }
-template <> DEVICE float element<Fp16>(const u32* words, int i) { return low_f16(i % 2 ? words[i / 2] >> 16 : words[i / 2]); }
+template <> DEVICE float element<Fp16>(const u32* words, int i) {
+  return low_f16(i % 2 ? words[i / 2] >> 16 : words[i / 2]);
+}
 template <> DEVICE float element<float>(const u32* words, int i) { return __uint_as_float(words[i]); }
 
 template <typename T>
@@ -107,9 +109,9 @@ DEVICE void rotate(const u32 (&signs)[4], int lane, float (&x)[32]) {
   }
 }
 #if USE_TENSOR_ROTATION
-// The same of two rows, 16-bit inputs: channel c = 32 i + 8 l + w, and the Hadamard matrix over bits l and the low two of
-// w is a 16 x 16 product of exact +1 and -1, whose fragments are the words as loaded and whose result is x's layout; the
-// other three bits are sums within a lane. A warp's 16 rows: words[r] is row g + 8 r.
+// The same of two rows, 16-bit inputs: channel c = 32 i + 8 l + w, and the Hadamard matrix over bits l and the low two
+// of w is a 16 x 16 product of exact +1 and -1, whose fragments are the words as loaded and whose result is x's
+// layout; the other three bits are sums within a lane. A warp's 16 rows: words[r] is row g + 8 r.
 template <bool F16>
 DEVICE void mma_ones(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #define MMA_ONES(type)                                                                                                  \

@@ -1,6 +1,7 @@
 """What ptxas says of a CUDA source, for tests that compile without a GPU."""
 
 import re
+import struct
 
 from comfyui_vc_attention.kernels.attend import cuda_build
 
@@ -17,3 +18,13 @@ def report(source, arch, defines):
         spilled = int(re.search(r"(\d+) bytes spill stores", part).group(1))
         kernels[part.partition("'")[0]] = (registers, spilled)
     return kernels, log
+
+
+def struct_size(layout):
+    """Bytes of a C struct in the struct module's letters."""
+    return struct.calcsize(f"@{layout.replace(' ', '')}0P")
+
+
+def packed_size(source, name):
+    """Bytes that a CUDA source asserts for its struct."""
+    return int(re.search(rf"static_assert\(sizeof\({name}\) == (\d+)", source).group(1))

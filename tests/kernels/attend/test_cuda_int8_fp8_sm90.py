@@ -6,7 +6,7 @@ import re
 import pytest
 from comfyui_vc_attention.kernels.attend import cuda_build, cuda_int8_fp8_sm90
 
-from .compiled import SERIALISED, report
+from .compiled import SERIALISED, packed_size, report, struct_size
 
 reason = cuda_build.why_no_build()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -33,3 +33,4 @@ def test_host_and_device_agree_on_the_layout():
     assert constants["SHARED_BYTES"] == cuda_int8_fp8_sm90.SHARED_BYTES <= 227 * 1024
     assert constants["THREADS"] == cuda_int8_fp8_sm90.THREADS
     assert constants["BLOCK_ROWS"] == cuda_int8_fp8_sm90.BLOCK_ROWS
+    assert packed_size(frame, "Call") == struct_size(cuda_int8_fp8_sm90.CALL)

@@ -5,7 +5,7 @@ import torch
 from comfyui_vc_attention.kernels.attend import cuda_build
 from comfyui_vc_attention.kernels.group import cuda_kmeans, reference
 
-from ..attend.compiled import report
+from ..attend.compiled import packed_size, report, struct_size
 
 reason = cuda_build.why_no_build()
 
@@ -23,6 +23,10 @@ def test_compiles(case):
     kernels, _ = report(cuda_kmeans.SOURCE, arch, defines)
     assert set(kernels) == {"start_centroids", "assign", "move_centroids", "scan_counts", "scatter"}
     assert all(spilled <= 64 for _, spilled in kernels.values())
+
+
+def test_host_packs_the_device_struct():
+    assert packed_size(cuda_kmeans.SOURCE.read_text(), "Job") == struct_size(cuda_kmeans.JOB)
 
 
 @pytest.mark.parametrize("clusters", [1, 7, 128])

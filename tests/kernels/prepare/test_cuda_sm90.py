@@ -6,7 +6,7 @@ from comfyui_vc_attention.kernels import formats
 from comfyui_vc_attention.kernels.attend import cuda_build
 from comfyui_vc_attention.kernels.prepare import cuda_sm90
 
-from ..attend.compiled import report
+from ..attend.compiled import packed_size, report, struct_size
 
 reason = cuda_build.why_no_build()
 
@@ -23,6 +23,10 @@ def test_compiles(case):
     kernels, _ = report(cuda_sm90.SOURCE, "sm_90a", defines)
     assert set(kernels) == {"statistics", "finish_statistics", "codes_q", "codes_k", "codes_v"}
     assert all(spilled <= 32 for _, spilled in kernels.values())
+
+
+def test_host_packs_the_device_struct():
+    assert packed_size(cuda_sm90.SOURCE.read_text(), "Job") == struct_size(cuda_sm90.JOB)
 
 
 def test_sign_words_are_the_formats():
