@@ -252,12 +252,9 @@ def _nvrtc():
 
 
 def _load_nvrtc(path):
-    folder = path.parent
-    if WINDOWS:
-        with os.add_dll_directory(str(folder)):
-            return ctypes.CDLL(str(path))
-    # it opens its built-ins by bare name when it compiles
-    for builtins in sorted(folder.glob("libnvrtc-builtins.so*")):
+    # it opens its built-ins by bare name when it compiles: found then only if they are loaded already
+    pattern = "nvrtc-builtins64_*.dll" if WINDOWS else "libnvrtc-builtins.so*"
+    for builtins in sorted(path.parent.glob(pattern)):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(path))
 

@@ -79,6 +79,15 @@ def test_unwritable_cache_costs_only_time(source, monkeypatch, tmp_path):
     assert cuda_build.cached_cubin(source, "sm_90a", ("VALUE=1",))
 
 
+def test_cache_moves_to_the_user_where_the_pack_is_read_only(monkeypatch, tmp_path):
+    pack = tmp_path / "pack"
+    pack.write_text("a file: nothing can be made below it")
+    monkeypatch.setattr(cuda_build, "KERNELS", pack)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "user"))
+    assert cuda_build.cache_folder.__wrapped__() == tmp_path / "user" / "comfyui-vc-attention"
+
+
 @needs_nvrtc
 def test_compiler_words_reach_the_user(source):
     source.write_text("extern int broken(")
