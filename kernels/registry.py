@@ -193,7 +193,18 @@ def choose_kernel(problem: AttentionProblem, name: str = "auto") -> Choice:
             return choice
         refusals.append(choice.reason)
     hint = "" if problem.device_type == "cuda" else "; kernel 'reference' runs anywhere, slowly"
-    return Choice(None, "; ".join(refusals) + hint)
+    return Choice(None, joined(refusals) + hint)
+
+
+def joined(refusals: list[str]) -> str:
+    """Refusals "<kernel>: <why>" as one sentence, kernels that refuse alike named together."""
+    kernels: dict[str, list[str]] = {}
+    for refusal in refusals:
+        name, _, why = refusal.partition(": ")
+        kernels.setdefault(why, []).append(name)
+    if len(kernels) == 1 and len(refusals) > 1:
+        return f"every kernel: {next(iter(kernels))}"
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in kernels.items())
 
 
 def _try(spec: KernelSpec, problem: AttentionProblem, exact: bool) -> Choice:

@@ -52,6 +52,8 @@ class VCAttentionCapture(io.ComfyNode):
             ],
             outputs=[io.Model.Output(display_name="MODEL")],
             hidden=[io.Hidden.unique_id],
+            # equal nodes would share one cached model, which knows one node's id to report to
+            not_idempotent=True,
         )
 
     @classmethod

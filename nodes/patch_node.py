@@ -38,6 +38,8 @@ class VCAttentionPatch(io.ComfyNode):
             ],
             outputs=[io.Model.Output(display_name="MODEL"), io.Model.Output(display_name="MODEL 2")],
             hidden=[io.Hidden.unique_id],
+            # equal nodes would share one cached model, which knows one node's id to report to
+            not_idempotent=True,
         )
 
     @classmethod

@@ -20,7 +20,7 @@ const HEIGHT = 92;
 const STYLE = `
 .vc-attention { box-sizing: border-box; width: 100%; height: 100%; max-height: ${HEIGHT}px; padding: 6px 8px; cursor: copy;
   border-radius: 6px; background: var(--comfy-input-bg, #222); color: var(--input-text, #ddd);
-  font: 11px/1.35 Inter, Arial, sans-serif; overflow: hidden; user-select: none; pointer-events: auto; }
+  font: 11px/1.35 Inter, Arial, sans-serif; overflow: hidden auto; user-select: none; pointer-events: auto; }
 .vc-attention:focus-visible { outline: 1px solid #4b9fd5; }
 .vc-attention-line { font-weight: 600; overflow-wrap: anywhere; }
 .vc-attention-detail { color: var(--descrip-text, #999); overflow-wrap: anywhere; }
@@ -48,9 +48,12 @@ export function share(status) {
   return { taken: video ? status.taken / video : 0, left: video ? 1 - status.taken / video : 0 };
 }
 
+/** A report of one line says why there is nothing to report. */
+const isAdvice = (status) => status.phase === "report" && !status.report.includes("\n");
+
 /** "warning" for what a user should look at, "running" between the first step and the end, else "ok". */
 export function level(status) {
-  if (status.phase === "note" || status.warning) return "warning";
+  if (status.phase === "note" || status.warning || isAdvice(status)) return "warning";
   return status.phase === "step" ? "running" : "ok";
 }
 
@@ -59,7 +62,7 @@ export function headline(status) {
   if (status.phase === "note") return status.text;
   if (status.warning) return status.warning;
   if (status.phase === "ready") return `Ready: ${status.kernel}`;
-  if (status.phase === "report") return "Click to copy this report";
+  if (status.phase === "report") return isAdvice(status) ? status.report : "Click to copy this report";
   const percent = Math.floor(100 * share(status).taken);
   if (status.phase === "step") {
     return `Step ${status.step} of ${status.steps}, values ${status.grouped ? "grouped" : "plain"}`;
@@ -70,7 +73,10 @@ export function headline(status) {
 /** The second line: how many calls ran on which kernel, and what was left alone. */
 export function detail(status) {
   if (status.phase === "note") return "";
-  if (status.phase === "report") return status.report.split("\n").slice(1, 3).map((text) => text.trim().replace(/\s+/g, " ")).join(" · ");
+  if (status.phase === "report") {
+    const lines = status.report.split("\n").slice(1, 3);
+    return lines.map((text) => text.trim().replace(/\s+/g, " ")).join(" · ");
+  }
   if (status.phase === "ready") return `${status.precision}, ${status.numerics}; waiting for the sampler`;
   const kernels = counts(status.kernels);
   const left = counts(status.left);
@@ -140,7 +146,6 @@ function makeView() {
   view.left = element("i", "vc-attention-left", view.bar);
   root.tabIndex = 0;
   root.setAttribute("role", "button");
-  root.title = "Click to copy the report of this run";
   root.addEventListener("click", () => copy(view));
   root.addEventListener("keydown", (event) => event.key === "Enter" && copy(view));
   return view;
@@ -151,6 +156,7 @@ function paint(view) {
   view.root.dataset.level = status ? level(status) : "ok";
   view.line.textContent = status ? headline(status) : view.plain;
   view.detail.textContent = status ? detail(status) : "";
+  view.root.title = `${view.line.textContent}\n${view.detail.textContent}\nClick to copy the report`;
   const counted = status?.phase === "step" || status?.phase === "ended";
   view.bar.style.display = counted ? "flex" : "none";
   if (!counted) return;

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_vc_attention.kernels import KERNELS, AttentionProblem, VCConfig, choose_kernel
-from comfyui_vc_attention.kernels.registry import kernel_named, load_grouping
+from comfyui_vc_attention.kernels.registry import joined, kernel_named, load_grouping
 
 NAMES = [spec.name for spec in KERNELS]
 H100 = AttentionProblem(
@@ -119,3 +119,9 @@ def test_problem_of_tensors():
 def test_kernel_named_and_grouping_for_a_cpu():
     assert kernel_named("reference").load().attend.__module__.endswith("attend.reference")
     assert load_grouping(torch.empty(1, 1, 2, 128)).__module__.endswith("group.reference")
+
+
+def test_kernels_that_refuse_alike_are_named_together():
+    assert joined(["a: needs x", "b: needs x"]) == "every kernel: needs x"
+    assert joined(["a: needs x", "b: needs y", "c: needs x"]) == "a, c: needs x; b: needs y"
+    assert joined(["a: needs x"]) == "a: needs x"

@@ -109,6 +109,13 @@ test("a report node shows what it found and copies all of it", async () => {
   send("executed", { node: "7", output: null });
 });
 
+test("a report node without a run says why, as a warning", () => {
+  const status = { phase: "report", report: "No run of this model was recorded." };
+  assert.equal(module.level(status), "warning");
+  assert.equal(module.headline(status), status.report);
+  assert.equal(module.detail(status), "");
+});
+
 test("ComfyUI's own text box is replaced, and its text shown in ours until an event comes", () => {
   patch.widgets.push({ name: "$$node-text-preview", type: "progressText" });
   sendStatus({ node: "7", phase: "ready", kernel: "triton_int8_fp8", numerics: "int8_fp8", precision: "8-bit" });

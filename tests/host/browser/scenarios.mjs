@@ -38,12 +38,14 @@ async function search_and_run(page) {
   await load(page, { ...workflow("wan_t2v_sample"), nodes: [], links: [], groups: [] });
   await page.locator("#graph-canvas, canvas").first().dblclick({ position: { x: 700, y: 500 } });
   await page.waitForTimeout(700);
-  await page.keyboard.type("fp8 attention patch", { delay: 15 });
+  await page.keyboard.type("nvfp4", { delay: 15 });
   await page.waitForTimeout(900);
   await shot(page, "search");
   const offered = await page.evaluate(() => document.body.innerText.includes("VC-Attention Patch"));
   await page.keyboard.press("Enter");
   await page.waitForTimeout(600);
+  await page.locator("#graph-canvas, canvas").first().click({ position: { x: 900, y: 600 } }); // puts it down
+  await page.waitForTimeout(300);
   const added = await page.evaluate(() => window.app.graph.nodes.map((node) => node.type));
   // the rest of the graph, then the wires of the added node, as a user would draw them
   await page.evaluate(
