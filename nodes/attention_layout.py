@@ -37,8 +37,9 @@ def like_caller(out: torch.Tensor, skip_output_reshape: bool) -> torch.Tensor:
 def key_mask_of(mask: torch.Tensor | None, batch: int, keys: int) -> torch.Tensor | str | None:
     """A mask over keys alone as bool [B, Lk] (True = attend); None without a mask; else why it is not one.
 
-    A boolean mask counts as it is. An additive one counts if every value is 0 or at most -1e30 in float32:
-    then adding it and removing those keys are the same. Reads one number to the host.
+    A boolean mask counts as it is. An additive one counts if every value is 0 or at most -1e30 (in fp16 the
+    lowest value, -65504): then adding it and removing those keys are the same, because the exponential of
+    either is 0 in float32. Reads one number to the host.
     """
     if mask is None:
         return None
@@ -53,8 +54,7 @@ def key_mask_of(mask: torch.Tensor | None, batch: int, keys: int) -> torch.Tenso
     if rows.dtype == torch.bool:
         attend = rows
     else:
-        values = rows.float()
-        attend = values == 0
-        if not bool((attend | (values <= -1e30)).all()):
+        attend = rows == 0
+        if not bool((attend | (rows <= max(-1e30, torch.finfo(rows.dtype).min))).all()):
             return "a mask that weighs keys instead of dropping them"
     return attend.expand(batch, keys)

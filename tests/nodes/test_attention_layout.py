@@ -47,6 +47,12 @@ def test_key_mask_of_every_rank(shape):
     assert key_mask_of(mask, batch=2, keys=3).tolist() == [[True, False, False]] * 2
 
 
+def test_the_lowest_fp16_value_drops_a_key():
+    """HunyuanVideo-1.5 runs in fp16, where padded text has this value."""
+    mask = additive(0.0, -65504.0, 0.0, dtype=torch.float16).reshape(1, 1, 3)
+    assert key_mask_of(mask, batch=1, keys=3).tolist() == [[True, False, True]]
+
+
 def test_boolean_mask_counts_as_it_is():
     mask = torch.tensor([[True, False], [False, True]])[:, None, None]
     assert torch.equal(key_mask_of(mask, batch=2, keys=2), mask[:, 0, 0])
@@ -56,7 +62,7 @@ def test_boolean_mask_counts_as_it_is():
     "mask, reason",
     [
         (additive(0.0, -5.0, 0.0).reshape(1, 1, 3), "weighs keys"),
-        (additive(0.0, -65504.0, 0.0, dtype=torch.float16).reshape(1, 1, 3), "weighs keys"),
+        (additive(0.0, -60000.0, 0.0, dtype=torch.float16).reshape(1, 1, 3), "weighs keys"),
         (torch.zeros(3, 3), "by query or head"),
         (torch.zeros(1, 2, 1, 3), "by query or head"),
         (torch.zeros(3, 1, 1, 3), "another batch size"),
