@@ -1,9 +1,10 @@
-"""Two commands for a fresh checkout; they need Python 3.10 or newer and nothing else.
+"""Three commands for a fresh checkout; they need Python 3.10 or newer and nothing else.
 
 python dev.py demo    denoise one clip of the sample model twice, with and without VC-Attention
 python dev.py test    lint, then the whole test suite (further arguments go to pytest)
+python dev.py archive build the zip that the Comfy registry would hand out, in dist/, and print its size
 
-Both make the virtual environment .venv beside this file on first use. A development tool: the
+The first two make the virtual environment .venv beside this file on first use. A development tool: the
 published archive does not contain it.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations  # so that an old Python reaches the check in
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -81,14 +84,41 @@ def test(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
+def tracked(*options: str) -> set[str]:
+    """Files that git tracks, as `git ls-files` takes options."""
+    command = ("git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", *options)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"[dev] the archive is what git tracks, and git says: {done.stderr.strip()}")
+    return set(filter(None, done.stdout.split("\0")))
+
+
+def archive(arguments: list[str]) -> int:
+    """dist/<name>-<version>.zip, or the path given: what git tracks less what .comfyignore names."""
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    name, version = (re.search(rf'^{key} = "(.+)"', metadata, re.MULTILINE)[1] for key in ("name", "version"))
+    path = Path(arguments[0]) if arguments else ROOT / "dist" / f"{name}-{version}.zip"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = sorted(tracked() - tracked("--ignored", "--exclude-from=.comfyignore"))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for file in files:
+            # one date for all, so that equal files make equal archives
+            entry = zipfile.ZipInfo(file, (1980, 1, 1, 0, 0, 0))
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            packed.writestr(entry, (ROOT / file).read_bytes())
+    say(f"{path.name}: {len(files)} files, {path.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test}
+    commands = {"demo": demo, "test": test, "archive": archive}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
     if sys.version_info < (3, 10):  # noqa: UP036, nothing else checks it here
         sys.exit(f"[dev] needs Python 3.10 or newer, got {sys.version.split()[0]}")
-    ensure_environment()
+    if arguments[0] != "archive":
+        ensure_environment()
     return commands[arguments[0]](arguments[1:])
 
 

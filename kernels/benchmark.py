@@ -156,7 +156,7 @@ def measure_kernel(spec: KernelSpec, q, k, v, exact: Exact, seconds: float) -> R
     plain = replace(config, demean=False)
     choice = choose_kernel(AttentionProblem.of(q, k, v, config), spec.name)
     if choice.kernel is None:
-        return Result(spec.name, choice.reason)
+        return Result(spec.name, choice.reason.removeprefix(f"{spec.name}: "))
     if spec.name == "reference" and q.shape[2] > REFERENCE_TOKENS:
         return Result(spec.name, f"slow: measured up to {REFERENCE_TOKENS:,} tokens")
     name, device = f"{spec.name} ({choice.recipe.numerics})", q.device
@@ -226,6 +226,11 @@ def table(shape: Shape, results: list[Result]) -> list[str]:
     """The results as lines of text; speed relative to PyTorch."""
     base = next((r.milliseconds for r in results if r.name == "PyTorch" and not r.refusal), 0.0)
     lines = [f"{shape.name}: {shape.heads} heads of {shape.head_dim}, {shape.tokens:,} tokens"]
+    measured = [r for r in results if not r.refusal]
+    if measured:
+        best = min(measured, key=lambda r: r.milliseconds)
+        times = f", {base / best.milliseconds:.2f}x PyTorch" if base else ""
+        lines.append(f"fastest: {best.name}, {best.milliseconds:.2f} ms{times}, error {best.error:.2%}")
     lines.append(
         f"{'':<34}{'ms':>9}{'speed':>8}{'TFLOP/s':>9}{'error':>8}{'grouped':>17}{'order':>9}{'MiB':>8}"
     )

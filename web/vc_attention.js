@@ -9,7 +9,12 @@ import { api } from "/scripts/api.js";
 const EVENT = "vc_attention.status";
 const SETTING = "VCAttention.ShowStatus";
 const PATCH_NODES = ["VCAttentionPatch", "VCAttentionPatchWanVideo", "VCAttentionPatchRaylight"];
-const REPORT_NODES = ["VCAttentionReport", "VCAttentionCompare", "VCAttentionBenchmark"];
+const REPORT_NODES = [
+  "VCAttentionReport",
+  "VCAttentionReportRaylight",
+  "VCAttentionCompare",
+  "VCAttentionBenchmark",
+];
 
 // The name under which ComfyUI looks for its own progress text on a node. Answering to it means that the
 // text lands here instead of in a second box below ours.

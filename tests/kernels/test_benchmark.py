@@ -88,8 +88,10 @@ def test_table_compares_with_pytorch():
         Result("sage", "not installed"),
     ]
     lines = table(SMALL, rows)
-    assert "2.50x" in lines[3] and "1.00%" in lines[3] and "0.90%" in lines[3]
-    assert lines[4].endswith("not installed")
+    assert lines[1] == "fastest: ours, 4.00 ms, 2.50x PyTorch, error 1.00%"
+    assert "2.50x" in lines[4] and "1.00%" in lines[4] and "0.90%" in lines[4]
+    assert lines[5].endswith("not installed")
+    assert len(table(SMALL, rows[2:])) == 3
 
 
 def test_command_prints_the_table(capsys, monkeypatch):
