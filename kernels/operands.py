@@ -50,22 +50,34 @@ class AttentionProblem:
     capability: tuple[int, int] | None = None  # (9, 0) on an H100; None without CUDA
     config: VCConfig = field(default_factory=VCConfig)
     has_rope: bool = False
+    device_name: str = ""  # as torch says it; "" without CUDA, or where the card does not matter
 
     @classmethod
     def of(cls, q, k, v, config=None, rope=None):
         """The problem that tensors q [B, H, Lq, D] and k, v [B, H, Lk, D] pose."""
-        cuda = q.device.type == "cuda" and torch.version.hip is None
         return cls(
             q_shape=tuple(q.shape),
             k_shape=tuple(k.shape),
             dtypes=(q.dtype, k.dtype, v.dtype),
             last_strides=(q.stride(-1), k.stride(-1), v.stride(-1)),
-            device_type=q.device.type if torch.version.hip is None else "rocm",
-            capability=torch.cuda.get_device_capability(q.device) if cuda else None,
             config=config or VCConfig(),
             has_rope=rope is not None,
+            **card_fields(q.device),
         )
 
     @property
     def head_dim(self) -> int:
         return self.q_shape[-1]
+
+
+def card_fields(device: torch.device) -> dict:
+    """device_type, capability and device_name of an AttentionProblem on device."""
+    if device.type != "cuda":
+        return {"device_type": device.type}
+    if torch.version.hip is not None:
+        return {"device_type": "rocm"}
+    return {
+        "device_type": "cuda",
+        "capability": torch.cuda.get_device_capability(device),
+        "device_name": torch.cuda.get_device_name(device),
+    }

@@ -8,6 +8,7 @@ import torch
 
 from . import formats
 from .config import Recipe, resolve_recipe
+from .device_record import known
 from .operands import AttentionProblem
 
 
@@ -176,24 +177,39 @@ def kernel_named(name: str) -> KernelSpec:
     raise ValueError(f"unknown kernel {name!r}; choose auto, {', '.join(spec.name for spec in KERNELS)}")
 
 
-def choose_kernel(problem: AttentionProblem, name: str = "auto") -> Choice:
+def choose_kernel(problem: AttentionProblem, name: str = "auto", *, untested: bool = False) -> Choice:
     """The kernel that runs problem: the row called name, or for "auto" the first row that can.
 
-    Returns Choice(None, reason) when none can; "auto" never takes "reference". Raises ValueError for an
-    unknown name.
+    Returns Choice(None, reason) when none can; "auto" never takes "reference". What the record of the card
+    says counts: no kernel that failed there, and for "auto" none that is slower than PyTorch, nor, once the
+    card has a record, an untested one; untested=True lets those pass, to find out which to test.
+    Raises ValueError for an unknown name.
     """
     if name != "auto":
-        return _try(kernel_named(name), problem, exact=True)
+        choice = match(kernel_named(name), problem, exact=True)
+        entry = known(problem, name) if choice.kernel else None
+        return Choice(None, f"{name}: {entry.why_not}") if entry and entry.why_not else choice
     refusals = []
     for spec in KERNELS:
         if not spec.automatic(problem):
             continue
-        choice = _try(spec, problem, exact=False)
-        if choice.kernel:
+        choice = match(spec, problem, exact=False)
+        refusal = _record_refuses(spec, problem, untested) if choice.kernel else None
+        if choice.kernel and not refusal:
             return choice
-        refusals.append(choice.reason)
+        refusals.append(f"{spec.name}: {refusal}" if refusal else choice.reason)
     hint = "" if problem.device_type == "cuda" else "; kernel 'reference' runs anywhere, slowly"
     return Choice(None, joined(refusals) + hint)
+
+
+def _record_refuses(spec: KernelSpec, problem: AttentionProblem, untested: bool) -> str | None:
+    """Why "auto" must not take a kernel on this card; a card without any record refuses nothing."""
+    entry = known(problem, spec.name)
+    if entry is not None:
+        return entry.why_not_auto
+    if untested or not any(known(problem, other.name) for other in KERNELS):
+        return None
+    return "not tested on this card yet"
 
 
 def joined(refusals: list[str]) -> str:
@@ -207,7 +223,8 @@ def joined(refusals: list[str]) -> str:
     return "; ".join(f"{', '.join(names)}: {why}" for why, names in kernels.items())
 
 
-def _try(spec: KernelSpec, problem: AttentionProblem, exact: bool) -> Choice:
+def match(spec: KernelSpec, problem: AttentionProblem, exact: bool = True) -> Choice:
+    """Whether one kernel runs problem, whatever the record says. exact: it was asked for by name."""
     refusal = _general_refusal(problem) or spec.why_not(problem)
     if refusal:
         return Choice(None, f"{spec.name}: {refusal}")

@@ -238,6 +238,18 @@ def _driver():
 
 
 @functools.cache
+def driver_version() -> str:
+    """The NVIDIA driver's version, "580.65.06"; "none" without a driver."""
+    try:
+        library = ctypes.CDLL("nvml.dll" if WINDOWS else "libnvidia-ml.so.1")
+    except OSError:
+        return "none"
+    text = ctypes.create_string_buffer(96)
+    failed = library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text))
+    return "unknown" if failed else text.value.decode()
+
+
+@functools.cache
 def _nvrtc():
     tried = []
     for path in nvrtc_paths():
@@ -246,7 +258,7 @@ def _nvrtc():
         except OSError as error:
             tried.append(f"{path}: {error}")
     raise CudaBuildError(
-        "no NVRTC found; torch's CUDA builds bring it, or pip install nvidia-cuda-nvrtc"
+        "no NVRTC found, the CUDA compiler library that torch's CUDA builds bring"
         + "".join(f"\n{line}" for line in tried)
     )
 

@@ -1,0 +1,172 @@
+"""Try a kernel on a card: build it, test it, time it, and keep the outcome (device_record.py)."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from .benchmark import Shape, config_for, make_inputs, median_ms
+from .benchmark_peers import PEERS
+from .device_record import FAILED, PASSED, CardRecord, Entry, Speed, record_of
+from .dispatch import on_device
+from .operands import AttentionProblem
+from .registry import KernelSpec, match
+from .selftest import CASES, Case, refusal, self_test, steps_of
+from .testing import ERROR_LIMITS, relative_l2
+
+UNTESTED = "untested"  # of an entry that is not kept: try again another time
+TIMED_TOKENS = (2048, 4096, 8192, 16384, 32768)
+TIMED_HEADS = 12  # of Wan 1.3B, the smallest model: more heads favour the quantized kernel
+TIMED_SECONDS = 0.05  # for each number, after a first call
+TENSORS = 10  # bytes that timing needs, in tensors like q
+
+
+class ContextLost(RuntimeError):
+    """A kernel left the GPU unusable for this process; its entry says so, the process must end."""
+
+
+def card_record(device: torch.device) -> CardRecord:
+    """The record of a device of this machine."""
+    if device.type != "cuda":
+        return record_of(device.type, None)
+    return record_of(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def validate(
+    spec: KernelSpec,
+    device: torch.device | str,
+    advance: Callable[[], None] = lambda: None,
+    cases: tuple[Case, ...] = CASES,
+    lengths: tuple[int, ...] = TIMED_TOKENS,
+) -> Entry:
+    """What is known about spec on device afterwards; tried only if nothing was.
+
+    advance() is called steps(cases, lengths) times at most. An entry whose state is UNTESTED was not kept:
+    the memory did not suffice. Raises ContextLost after an error that no later call on the GPU survives.
+    """
+    device = torch.device(device)
+    record = card_record(device)
+    with record.trying(spec.name) as entry:
+        if entry is None:
+            entry = _tried(spec, device, record, advance, cases, lengths)
+            if entry.state != UNTESTED:
+                record.save(entry)
+    return entry
+
+
+def steps(cases: tuple[Case, ...] = CASES, lengths: tuple[int, ...] = TIMED_TOKENS) -> int:
+    return steps_of(cases) + len(lengths)
+
+
+def _tried(spec, device, record, advance, cases, lengths) -> Entry:
+    begin = time.perf_counter()
+    # broad, because every compiler and backend has its own errors; a lost context is raised again
+    try:
+        checks = self_test(spec, device, cases, advance)
+        texts, wrong = [str(check) for check in checks], refusal(checks)
+        if wrong:
+            return Entry(spec.name, FAILED, f"failed its self-test on this card ({wrong})", texts)
+        speeds = time_kernel(spec, device, lengths, advance)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return Entry(spec.name, UNTESTED, "not enough free GPU memory to test it")
+        entry = Entry(spec.name, FAILED, f"its self-test stopped: {first_line(error)}")
+        if is_context_lost(device):
+            record.save(entry)
+            raise ContextLost(
+                f"testing {spec.name} left the GPU unusable for this process. It is off on this card from "
+                f"now on; restart to go on without it ({first_line(error)})"
+            ) from error
+        return entry
+    seconds = round(time.perf_counter() - begin, 1)
+    return Entry(spec.name, PASSED, "", texts, speeds, least_tokens(speeds), seconds)
+
+
+def time_kernel(spec, device, lengths, advance, heads: int = TIMED_HEADS) -> list[Speed]:
+    """Whole calls beside PyTorch's, shortest first, as far as the memory goes.
+
+    Raises ArithmeticError if an output is off by more than the kernel's numerics allow: the self-test's calls
+    are short.
+    """
+    speeds = []
+    for tokens in lengths:
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if free < TENSORS * heads * tokens * 128 * 2:
+                break
+        try:
+            with torch.no_grad(), on_device(device):
+                speeds.append(_speed(spec, device, Shape("timing", heads, tokens)))
+        except torch.OutOfMemoryError:
+            break
+        advance()
+    return speeds
+
+
+def _speed(spec, device, shape) -> Speed:
+    config = replace(config_for(spec), demean=False)  # as most steps run
+    q, k, v = make_inputs(shape, "gauss", torch.bfloat16, device)
+    recipe = match(spec, AttentionProblem.of(q, k, v, config)).recipe
+    stages = spec.load()
+
+    def ours():
+        return stages.attend(stages.prepare(q, k, v, recipe, softmax_scale=128**-0.5))[0]
+
+    def pytorch():
+        return PEERS[0].attend(q, k, v)
+
+    error, limit = relative_l2(ours(), pytorch()), ERROR_LIMITS[recipe.numerics]
+    if not error <= limit:
+        raise ArithmeticError(f"error {error:.4f} at {shape.tokens:,} tokens, limit {limit:g}")
+    kitchen = next(peer for peer in PEERS if peer.name.startswith("comfy-kitchen"))
+    return Speed(
+        shape.tokens, _median(ours, device), _median(pytorch, device), _peer_ms(kitchen, q, k, v, device)
+    )
+
+
+def least_tokens(speeds: list[Speed]) -> int | None:
+    """The shortest timed length from which on we are faster than PyTorch; None if there is none."""
+    least = None
+    for speed in reversed(speeds):
+        if speed.ours >= speed.pytorch:
+            break
+        least = speed.tokens
+    return least
+
+
+def _median(call, device) -> float:
+    call()  # the first one builds, and wakes the card
+    return round(median_ms(call, device, TIMED_SECONDS), 4)
+
+
+def _peer_ms(peer, q, k, v, device) -> float | None:
+    """None where the peer is not there, or fails: it is none of our business then."""
+    try:
+        return None if peer.why_not(q) else _median(lambda: peer.attend(q, k, v), device)
+    except (RuntimeError, ValueError, ImportError, NotImplementedError):
+        return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
+
+
+def is_context_lost(device: torch.device) -> bool:
+    """Whether even the simplest work on the GPU fails now."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.zeros(1, device=device).item()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return not is_out_of_memory(error)
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, on one line: reasons are shown in tables and on nodes."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

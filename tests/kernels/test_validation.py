@@ -1,0 +1,139 @@
+"""Trying a kernel: what is kept, what is tried again, and what takes the process with it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_vc_attention.kernels import device_record, validation
+from comfyui_vc_attention.kernels.device_record import CRASHED, FAILED, PASSED, Speed
+from comfyui_vc_attention.kernels.registry import KernelSpec, Stages, kernel_named
+from comfyui_vc_attention.kernels.selftest import Case
+from comfyui_vc_attention.kernels.validation import (
+    UNTESTED,
+    ContextLost,
+    card_record,
+    least_tokens,
+    time_kernel,
+    validate,
+)
+
+REFERENCE = kernel_named("reference").load()
+CPU = torch.device("cpu")
+CASES = (Case("plain", (1, 1, 40, 128), 40, means=False),)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_record, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_record, "_memory", {})
+    return tmp_path
+
+
+def kernel(attend=REFERENCE.attend, name="tried"):
+    return KernelSpec(name, ("int8_int8",), lambda: Stages(REFERENCE.prepare, attend), lambda problem: None)
+
+
+def raising(error):
+    def attend(operands):
+        raise error
+
+    return attend
+
+
+def try_it(spec, **options):
+    return validate(spec, CPU, **{"cases": CASES, "lengths": (64,), **options})
+
+
+def test_a_sound_kernel_passes_and_is_timed_once():
+    seen = []
+    entry = try_it(kernel(), advance=lambda: seen.append(1))
+    assert entry.state == PASSED and [speed.tokens for speed in entry.speeds] == [64]
+    assert entry.checks[0].startswith("plain: error 0.0") and len(seen) == validation.steps(CASES, (64,))
+    assert try_it(kernel(raising(RuntimeError("never launched again")))) == entry
+    assert card_record(CPU).entry("tried") == entry
+
+
+def test_n15_noise_is_off_and_stays_off():
+    entry = try_it(kernel(lambda operands: (torch.randn_like(REFERENCE.attend(operands)[0]), None)))
+    assert entry.state == FAILED and "failed its self-test on this card (plain: error" in entry.reason
+    assert card_record(CPU).entry("tried") == entry
+
+
+def test_an_error_is_a_reason_on_one_line():
+    entry = try_it(kernel(raising(RuntimeError("no kernel image is available\nsecond line"))))
+    assert entry.reason == "its self-test stopped: RuntimeError: no kernel image is available"
+    assert not list(card_record(CPU).folder.glob("*.testing"))
+
+
+def test_out_of_memory_says_nothing_about_the_kernel():
+    entry = try_it(kernel(raising(torch.OutOfMemoryError("CUDA out of memory"))))
+    assert entry.state == UNTESTED and card_record(CPU).entry("tried") is None
+    assert try_it(kernel()).state == PASSED
+
+
+def test_a_lost_context_is_kept_and_raised(monkeypatch):
+    monkeypatch.setattr(validation, "is_context_lost", lambda device: True)
+    with pytest.raises(ContextLost, match=r"testing tried .*restart"):
+        try_it(kernel(raising(RuntimeError("an illegal memory access was encountered"))))
+    assert card_record(CPU).entry("tried").state == FAILED
+
+
+DIES = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import conftest
+from comfyui_vc_attention.kernels import device_record, validation
+from comfyui_vc_attention.kernels.registry import KernelSpec, Stages, kernel_named
+from pathlib import Path
+device_record.cache_folder = lambda: Path({cache!r})
+spec = KernelSpec("tried", ("int8_int8",), lambda: Stages(lambda *a, **o: os._exit(9), None), lambda p: None)
+validation.validate(spec, "cpu")
+"""
+
+
+def test_a_kernel_that_killed_the_process_is_off_at_the_next_start(cache, pack_root):
+    program = DIES.format(tests=str(pack_root / "tests"), cache=str(cache))
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 9
+    assert list(card_record(CPU).folder.glob("tried.testing"))
+    entry = card_record(CPU).entry("tried")
+    assert entry.state == CRASHED and "process ended while this kernel was tried" in entry.reason
+    assert not list(card_record(CPU).folder.glob("tried.testing"))
+    assert try_it(kernel(raising(RuntimeError("never launched again")))) == entry
+    card_record(CPU).forget("tried")
+    assert try_it(kernel()).state == PASSED
+
+
+def test_a_crash_is_seen_by_the_next_try_itself(cache, pack_root):
+    program = DIES.format(tests=str(pack_root / "tests"), cache=str(cache))
+    subprocess.run([sys.executable, "-c", program])
+    assert try_it(kernel(raising(RuntimeError("never launched again")))).state == CRASHED
+
+
+def test_a_long_call_that_goes_wrong_fails():
+    def wrong_when_long(operands):
+        out, lse = REFERENCE.attend(operands)
+        return (out * 2 if out.shape[2] > 40 else out), lse
+
+    entry = try_it(kernel(wrong_when_long))
+    assert entry.state == FAILED and "at 64 tokens, limit 0.03" in entry.reason
+
+
+def test_timing_stops_where_memory_ends(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    assert time_kernel(kernel(), torch.device("cuda", 0), (64,), lambda: None) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [((3, 3, 3), None), ((1, 1, 1), 10), ((3, 1, 1), 20), ((1, 3, 1), 30), ((1, 1, 3), None), ((), None)],
+)
+def test_least_tokens_is_where_winning_begins_for_good(ours, expected):
+    assert least_tokens([Speed(10 * (i + 1), t, 2) for i, t in enumerate(ours)]) == expected
+
+
+def test_steps_do_not_pass_the_promise():
+    seen = []
+    try_it(replace(kernel(), why_not=lambda problem: None), advance=lambda: seen.append(1))
+    assert len(seen) <= validation.steps(CASES, (64,))
