@@ -19,6 +19,7 @@ from .triton_frame import (
     largest_factor,
     load_queries,
     outputs,
+    pipeline_stages,
     scaled_scores,
     store_lse,
     store_rows,
@@ -179,11 +180,12 @@ def attend(operands: TritonOperands):
     return launch(operands)
 
 
-def launch(operands: TritonOperands, rows=64, warps=4, stages=3, asm=None, bulk=True):
+def launch(operands: TritonOperands, rows=64, warps=4, stages=None, asm=None, bulk=True):
     """attend() with the launch shape and the ways to load tiles and write codes, for benchmarks."""
     b, h, lq, d = operands.q.shape
     out, lse = outputs(operands)
     recipe = operands.recipe
+    stages = stages or pipeline_stages(operands.q.device)
     # 0x38 is E4M3's 1
     ones = operands.v.new_empty(16, 128, dtype=operands.v.dtype)
     ones.view(torch.uint8).fill_(0x38)

@@ -13,6 +13,7 @@ from .triton_frame import (
     largest_factor,
     load_queries,
     outputs,
+    pipeline_stages,
     scaled_scores,
     store_lse,
     store_rows,
@@ -104,10 +105,11 @@ def attend(operands: TritonOperands):
     return launch(operands)
 
 
-def launch(operands: TritonOperands, rows=64, warps=4, stages=3):
+def launch(operands: TritonOperands, rows=64, warps=4, stages=None):
     """attend() with the launch shape as arguments, for benchmarks."""
     b, h, lq, d = operands.q.shape
     out, lse = outputs(operands)
+    stages = stages or pipeline_stages(operands.q.device)
     attend_int8_values_kernel[(b * h * triton.cdiv(lq, rows),)](
         operands.q, operands.k, operands.v, operands.q_scale, operands.k_scale, operands.k_scale_max,
         operands.v_scale, operands.v_sum, operands.v_mean, operands.key_count, operands.lse_shift, out, lse,

@@ -18,7 +18,7 @@ SAMPLES_PER_CLUSTER = 32  # sampled keys per cluster, at least (chosen)
 LONGEST_STRIDE = 9
 BLOCK = 128  # keys that one program assigns and one histogram counts
 CENTROIDS = 64  # centroids held at a time
-CHUNKS = 16  # partial sums per head in a centroid update (chosen)
+MOST_CHUNKS = 16  # partial sums per head in a centroid update (chosen)
 
 
 # One program: BLOCK keys of one head, every stride-th existing key. labels: int16 [B, H, n], C where absent.
@@ -84,7 +84,7 @@ def sampled_token(listed, key_count, i_b, o_n, m_n, lk, stride, HAS_MASK: tl.con
 
 
 # One program: sums and counts of CB clusters over one of n_chunks parts of a head's sample.
-@triton.jit(do_not_specialize=("lk", "n", "stride", "n_clusters", "n_groups", "n_heads"))
+@triton.jit(do_not_specialize=("lk", "n", "stride", "n_clusters", "n_groups", "n_chunks", "n_heads"))
 def sum_clusters_kernel(
     v, listed, key_count, labels, sums, counts,
     v_b, v_h, v_l, lk, n_heads, n, stride, n_clusters, n_groups, n_chunks,
@@ -118,7 +118,7 @@ def sum_clusters_kernel(
 
 
 # One program: CB centroids of one head from the partial sums; an empty cluster keeps its centroid.
-@triton.jit(do_not_specialize=("n_clusters", "n_groups"))
+@triton.jit(do_not_specialize=("n_clusters", "n_groups", "n_chunks"))
 def move_centroids_kernel(
     sums, counts, centroids, moved, half_norms, n_clusters, n_groups, n_chunks,
     D: tl.constexpr, CB: tl.constexpr, HAS_SUMS: tl.constexpr,
@@ -249,14 +249,15 @@ def _assigned(v, listed, key_count, centroids, half_norms, stride, want_histogra
 
 
 def _summed(v, listed, key_count, labels, clusters, stride):
-    """Partial sums fp32 [B, H, CHUNKS, C, D] and counts fp32 [B, H, CHUNKS, C] of the sampled keys."""
+    """Partial sums fp32 [B, H, chunks, C, D] and counts fp32 [B, H, chunks, C] of the sampled keys."""
     b, h, lk, d = v.shape
+    chunks = min(MOST_CHUNKS, triton.cdiv(labels.shape[2], BLOCK))
     groups = triton.cdiv(clusters, CENTROIDS)
-    sums = torch.empty(b, h, CHUNKS, clusters, d, dtype=torch.float32, device=v.device)
-    counts = torch.empty(b, h, CHUNKS, clusters, dtype=torch.float32, device=v.device)
-    sum_clusters_kernel[(b * h * CHUNKS * groups,)](
+    sums = torch.empty(b, h, chunks, clusters, d, dtype=torch.float32, device=v.device)
+    counts = torch.empty(b, h, chunks, clusters, dtype=torch.float32, device=v.device)
+    sum_clusters_kernel[(b * h * chunks * groups,)](
         v, listed, key_count, labels, sums, counts,
-        *v.stride()[:3], lk, h, labels.shape[2], stride, clusters, groups, CHUNKS,
+        *v.stride()[:3], lk, h, labels.shape[2], stride, clusters, groups, chunks,
         D=d, R=64, CB=CENTROIDS, EXACT=exact_products(v.dtype), HAS_MASK=listed is not None,
         num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -268,8 +269,9 @@ def _moved(sums, counts, centroids, half_norms):
     b, h, clusters, d = centroids.shape
     groups = triton.cdiv(clusters, CENTROIDS)
     moved = torch.empty_like(centroids)
+    chunks = 0 if sums is None else sums.shape[2]
     move_centroids_kernel[(b * h * groups,)](
-        sums, counts, centroids, moved, half_norms, clusters, groups, CHUNKS,
+        sums, counts, centroids, moved, half_norms, clusters, groups, chunks,
         D=d, CB=CENTROIDS, HAS_SUMS=sums is not None, num_warps=4,
     )  # fmt: skip
     return moved

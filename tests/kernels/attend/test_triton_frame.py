@@ -7,6 +7,7 @@ from comfyui_vc_attention.kernels.attend.triton_frame import (
     exists_in_tile,
     has_packing_casts,
     largest_factor,
+    pipeline_stages,
     scaled_scores,
     tile_maximum,
     tile_scores,
@@ -71,5 +72,7 @@ def test_no_score_passes_the_bound(numerics):
     assert largest_factor(operands, 8.0) * top * top * 64 == pytest.approx(8 * LARGEST_SCORE_LOG2)
 
 
-def test_a_cpu_has_no_packing_casts():
-    assert not has_packing_casts(torch.device("cpu"))
+def test_a_cpu_gets_the_plain_path():
+    cpu = torch.device("cpu")
+    assert not has_packing_casts(cpu)
+    assert pipeline_stages(cpu) == 2
