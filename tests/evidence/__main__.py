@@ -1,0 +1,63 @@
+"""python tests/evidence [fidelity|clips|length|speed|larger|calibrate ...]: measure and write tables and plots.
+
+Without a stage: fidelity, clips, length and speed, one after the other. What a machine cannot run (no GPU, a
+package that is not installed) is named in the tables. Results go to tests/evidence/results/<card>/.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+STAGES = ("fidelity", "clips", "length", "speed")
+TOOLS = ("larger", "calibrate")
+
+
+def load_packages():
+    spec = importlib.util.spec_from_file_location("evidence_packages", HERE / "packages.py")
+    packages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(packages)
+    packages.alias_folders()
+    packages.alias_pack()
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser("evidence", None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("stages", nargs="*", choices=[*STAGES, *TOOLS, []], default=list(STAGES))
+    parser.add_argument("--out", type=Path, help="default: tests/evidence/results/<card>")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--commit", help="to name in the header where the checkout has no git")
+    parser.add_argument("--weights", type=Path, help="larger: where to write; default beside the results")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(argv)
+    load_packages()
+    import torch
+    from evidence import plots, tables
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    facts = tables.environment(options.commit)
+    if device.type == "cpu":
+        facts["card"] = "CPU"
+    out = options.out or tables.RESULTS / tables.folder_name(facts)
+    for stage in options.stages:
+        module = importlib.import_module(f"evidence.{stage}")
+        begin = time.perf_counter()
+        if stage in TOOLS:
+            module.run(device, out, options.weights)
+            continue
+        with torch.inference_mode():
+            made, data = module.run(device)
+        data["seconds"] = round(time.perf_counter() - begin, 1)
+        print(f"{tables.write(stage, made, data, out, facts)}: {data['seconds']} s", flush=True)
+        for picture in plots.draw(stage, out):
+            print(picture, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,238 @@
+"""Stage "clips": clips of the sample model by every method, against exact attention at the same seed."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.dispatch import on_device
+from comfyui_vc_attention.kernels.operands import AttentionProblem, TokenGrouping
+from comfyui_vc_attention.kernels.registry import KERNELS, kernel_named, load_grouping
+from comfyui_vc_attention.nodes.likeness import psnr, ssim
+from comfyui_vc_attention.nodes.sample_clip import PROMPTS, decode_latent
+from comfyui_vc_attention.nodes.step_schedule import regroup_due
+from sample_model.classify import count_right
+from sample_model.model import load_model
+from sample_model.sample import WEIGHTS, sample_latents
+
+from .captured import CFG, Watched
+from .dense import weights_and_values
+from .fidelity import log
+from .measures import gmsd
+from .methods import ATTN_QAT, FP8, KITCHEN, NAIVE_BLOCK, NVFP4, RECIPES, SAGE1, SAGE2, SAGE3
+from .tables import Table
+
+STEPS, WINDOW, REUSE = 20, 0.25, 4
+EQUAL_PSNR = 100.0  # dB, what frames without any difference count as
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which steps group and demean, and what the others do.
+
+    where: "first" quarter, "uniform" quarter, "all" steps or "none". reuse: steps that share an order.
+    keep_order: after the window the last order stays, without means. plain_means: steps outside the window
+    have means in token order.
+    """
+
+    where: str = "first"
+    reuse: int = REUSE
+    keep_order: bool = False
+    plain_means: bool = False
+
+    def groups(self, step, steps):
+        if self.where == "first":
+            return step < -(-steps // round(1 / WINDOW))
+        if self.where == "uniform":
+            return step % round(1 / WINDOW) == 0
+        if self.where in ("all", "none"):
+            return self.where == "all"
+        raise ValueError(f"where must be first, uniform, all or none, got {self.where!r}")
+
+
+class ScheduledAttention:
+    """A recipe on a policy, for the sample model's attention argument; told of steps by captured.Watched.
+
+    kernel: a row of the registry, "reference" for the meaning of all of them. orderings counts the orders made.
+    """
+
+    def __init__(self, recipe: Recipe, policy=None, kernel="reference", clusters=128):
+        self.recipe, self.policy, self.clusters = recipe, policy or Policy(), clusters
+        self.stages = kernel_named(kernel).load()
+        self.groupings, self.made_at, self.orderings = {}, {}, 0
+        self.step = self.branch = self.block = 0
+        self.steps = 1
+
+    def begin(self, step, branch, steps):
+        if step < self.step:
+            self.groupings.clear()
+            self.made_at.clear()
+        self.step, self.branch, self.block, self.steps = step, branch, 0, steps
+
+    def __call__(self, q, k, v):
+        key = (self.branch, self.block)
+        self.block += 1
+        grouped = self.policy.groups(self.step, self.steps)
+        if grouped and (key not in self.made_at or self.step == 0
+                        or regroup_due(self.made_at[key], self.step, self.policy.reuse)):  # fmt: skip
+            before = None if self.step == 0 else self.groupings.get(key)
+            self.groupings[key] = TokenGrouping(*self._group(v, before))
+            self.made_at[key] = self.step
+            self.orderings += 1
+        order = (
+            self.groupings[key].order if grouped or self.policy.keep_order and key in self.groupings else None
+        )
+        demean = self.recipe.demean and (grouped or self.policy.plain_means)
+        recipe = replace(self.recipe, demean=demean)
+        with on_device(q.device):
+            operands = self.stages.prepare(q, k, v, recipe, order=order, softmax_scale=q.shape[-1] ** -0.5)
+            return self.stages.attend(operands)[0].to(v.dtype)
+
+    def _group(self, v, before):
+        made = load_grouping(v)(v, self.clusters, before)
+        return made.order, made.centroids
+
+
+class DenseAttention:
+    """A published recipe as the sample model's attention; every step alike."""
+
+    def __init__(self, numerics):
+        self.numerics, self.orderings = numerics, 0
+
+    def begin(self, step, branch, steps):
+        pass
+
+    def __call__(self, q, k, v):
+        rounded = [t.bfloat16() for t in (q, k, v)]
+        weights, values = weights_and_values(*rounded, self.numerics)
+        return (weights @ values).to(v.dtype)
+
+
+class TorchAttention:
+    """scaled_dot_product_attention, exact or on 16-bit copies."""
+
+    orderings = 0
+
+    def __init__(self, half=False):
+        self.half = half
+
+    def begin(self, step, branch, steps):
+        pass
+
+    def __call__(self, q, k, v):
+        tensors = [t.bfloat16() for t in (q, k, v)] if self.half else (q, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(*tensors).to(v.dtype)
+
+
+def make_clips(model, attention, seeds, steps, prompts):
+    """Frames [clips, T, H, W, 3] in 0..1 of every prompt at every seed."""
+    parts = []
+    for seed in seeds:
+        latents = sample_latents(
+            Watched(model, steps, attention),
+            list(prompts),
+            seed=seed,
+            steps=steps,
+            cfg=CFG,
+            attention=attention,
+        )
+        parts.append(decode_latent(latents))
+    return torch.cat(parts)
+
+
+def compare(clips, exact):
+    """Means over clips of PSNR, SSIM and GMSD (each a mean over frames) and the error of the PSNR's mean."""
+    a, b = (c.movedim(-1, 2) for c in (exact, clips))
+    per_clip = torch.stack([psnr(x, y).clamp_max(EQUAL_PSNR).mean() for x, y in zip(a, b, strict=True)])
+    return {
+        "PSNR": per_clip.mean().item(),
+        "standard error": (per_clip.std(correction=1) / len(per_clip) ** 0.5).item() if len(a) > 1 else 0.0,
+        "SSIM": ssim(a.flatten(0, 1), b.flatten(0, 1)).mean().item(),
+        "GMSD": gmsd(a.flatten(0, 1), b.flatten(0, 1)).mean().item(),
+    }
+
+
+def published():
+    rows = {
+        "SageAttention 1": SAGE1, "SageAttention 2": SAGE2, "comfy-kitchen INT8": KITCHEN,
+        "naive FP8, one scale per 128 tokens": NAIVE_BLOCK, "Attn-QAT, training-free": ATTN_QAT,
+        "SageAttention 3": SAGE3, "SageAttention 3 + QK Hadamard": replace(SAGE3, rotate_qk=True),
+        "naive FP8 + QK Hadamard": replace(NAIVE_BLOCK, rotate_qk=True),
+    }  # fmt: skip
+    return {name: ("recipe", DenseAttention(numerics)) for name, numerics in rows.items()}
+
+
+def main_rows(device):
+    """{name: (source, attention)} of the table of methods."""
+    rows = {"PyTorch, 16 bit": ("torch", TorchAttention(half=True))}
+    for name, recipe in RECIPES.items():
+        rows[f"{name}, window of a quarter"] = ("ours", ScheduledAttention(recipe))
+        rows[f"{name}, no means"] = ("ours", ScheduledAttention(recipe, Policy("none")))
+    rotated = replace(NVFP4, rotate_qk=True)
+    rows["nvfp4, window of a quarter, Q and K rotated"] = ("ours", ScheduledAttention(rotated))
+    q = torch.empty(1, 2, 256, 128, device=device)
+    for spec in KERNELS:
+        if spec.name == "reference" or spec.why_not(AttentionProblem.of(q, q, q)):
+            continue
+        numerics = spec.numerics[0]
+        recipe = RECIPES.get(f"{numerics} + ExpCast") or RECIPES[numerics]
+        rows[f"kernel {spec.name}, window of a quarter"] = (
+            "ours",
+            ScheduledAttention(recipe, None, spec.name),
+        )
+    return rows | published()
+
+
+def ablation_rows():
+    """The paper's ablation, and the two questions it leaves: {name: (recipe name, attention)}."""
+    policies = {
+        "first quarter": Policy(), "uniform quarter": Policy("uniform"), "every step": Policy("all"),
+        "no step": Policy("none"),
+        "first quarter, reuse 1": Policy(reuse=1), "first quarter, reuse 2": Policy(reuse=2),
+        "first quarter, reuse 8": Policy(reuse=8), "every step, reuse 1": Policy("all", reuse=1),
+        "every step, reuse 8": Policy("all", reuse=8),
+        "first quarter, order kept after": Policy(keep_order=True),
+        "first quarter, then means in token order": Policy(plain_means=True),
+        "means in token order at every step": Policy("none", plain_means=True),
+    }  # fmt: skip
+    recipes = {"int8_fp8 + ExpCast": FP8, "int8_int8": RECIPES["int8_int8"], "nvfp4": NVFP4}
+    return {
+        (name, policy): ("ours", ScheduledAttention(recipe, policies[policy]))
+        for name, recipe in recipes.items()
+        for policy in policies
+    }
+
+
+def run(device, seeds=None, steps=None, prompts=PROMPTS, weights=WEIGHTS):
+    """(tables, data) of this stage. On a CPU: two clips of few steps, to see that it runs."""
+    cpu = device.type == "cpu"
+    seeds = seeds or (range(1) if cpu else range(2))
+    steps, prompts = steps or (4 if cpu else STEPS), prompts[:2] if cpu else prompts
+    model = load_model(weights, device)
+    exact = make_clips(model, TorchAttention(), seeds, steps, prompts)
+    names = list(prompts) * len(seeds)
+    size = f"{len(names)} clips ({len(prompts)} prompts, {len(seeds)} seeds), {steps} steps, guidance {CFG:g}"
+    methods = Table(
+        "Clips by method",
+        f"How far clips move from those of exact attention at the same seed. {size}.",
+        ["method", "source", "PSNR", "standard error", "SSIM", "GMSD", "prompts right"],
+        notes=[
+            f"With exact attention {count_right(exact.cpu(), names)[2]} of {len(names)} clips show their prompt.",
+            "PSNR in dB; GMSD: lower is better. LPIPS and VBench need downloaded weights and are not measured.",
+        ],
+    )
+    for name, (source, attention) in main_rows(device).items():
+        made = make_clips(model, attention, seeds, steps, prompts)
+        found = compare(made, exact)
+        methods.rows.append([name, source, *found.values(), count_right(made.cpu(), names)[2]])
+        log(f"{name}: {found['PSNR']:.2f} dB")
+    ablation = Table(
+        "Where grouping sits (Table 3)",
+        f"Which steps group, how long an order is reused, and what steps after the window do. {size}; an order "
+        f"is reused for {REUSE} steps unless said. The paper: first quarter 26.4 dB, uniform 23.8, all 26.9.",
+        ["recipe", "steps that group", "PSNR", "standard error", "SSIM", "GMSD", "orders made"],
+    )
+    for (recipe, policy), (_, attention) in ablation_rows().items():
+        found = compare(make_clips(model, attention, seeds, steps, prompts), exact)
+        ablation.rows.append([recipe, policy, *found.values(), attention.orderings])
+        log(f"{recipe}, {policy}: {found['PSNR']:.2f} dB")
+    return [methods, ablation], {"steps": steps, "seeds": list(seeds), "prompts": list(prompts), "cfg": CFG}

@@ -1,0 +1,234 @@
+"""Every attention method that the evidence compares, by name.
+
+source says what a row is: "ours" runs the pack's own reference stages (the meaning of every kernel),
+"variant" is ours with a choice made otherwise, measured only, "recipe" is our reference of somebody's
+published recipe (not their code), "package" is their code, "torch" is PyTorch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.prepare.reference import in_tile_order
+
+from .dense import WHOLE, Numerics, weights_and_values
+from .samples import Sample
+from .stages import run_stages
+
+
+@dataclass
+class Parts:
+    """What one method made of some rows. The last three are None where a method shows its output only."""
+
+    out: torch.Tensor  # [1, H, M, D]
+    exact_value_out: torch.Tensor | None = None  # its probabilities on exact values
+    quantized: torch.Tensor | None = None  # its values [1, H, L, D], in its order
+    ordered: torch.Tensor | None = None  # the exact values in that order
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    source: str
+    run: Callable  # (Sample, q rows [1, H, M, D]) -> Parts
+    why_not: Callable = lambda sample: None  # a sentence if it cannot run on this sample
+
+
+def staged(recipe: Recipe, order: str):
+    def run(sample: Sample, q):
+        return Parts(*run_stages(q, sample.k, sample.v, recipe, sample.order(order)))
+
+    return run
+
+
+def dense(numerics: Numerics, order: str = "sequence"):
+    def run(sample: Sample, q):
+        listed = sample.order(order)
+        weights, values = weights_and_values(q, sample.k, sample.v, numerics, listed)
+        ordered = in_tile_order(sample.v.float(), listed, None)
+        return Parts(weights @ values, weights @ ordered, values, ordered)
+
+    return run
+
+
+FP8 = Recipe("int8_fp8", expcast=True)
+FP8_EXP = Recipe("int8_fp8", expcast=False)
+INT8 = Recipe("int8_int8")
+ALL_FP8 = Recipe("fp8_fp8", expcast=True)
+NVFP4 = Recipe("nvfp4", rotate_qk=False)
+RECIPES = {"int8_fp8 + ExpCast": FP8, "int8_fp8": FP8_EXP, "int8_int8": INT8, "fp8_fp8 + ExpCast": ALL_FP8,
+           "nvfp4": NVFP4}  # fmt: skip
+ORDERS = ("sequence", "cube", "grouped", "warm", "balanced")
+
+# the same recipes as parameters, so that variants differ from them in one choice
+DENSE_FP8 = Numerics(p="expcast", v="e4m3", v_top=224.0, v_scale_of_residual=False, demean=True)
+DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True)
+DENSE_NVFP4 = Numerics(
+    qk="nvfp4", q_group=WHOLE, k_group=WHOLE, rotate_qk=False, p="nvfp4", v="nvfp4", demean=True
+)
+
+
+def no_earlier(sample):
+    return None if sample.earlier is not None else "no earlier step's values"
+
+
+def ours():
+    """Each recipe without means, with means in sequence order, and with means in each order."""
+    for name, recipe in RECIPES.items():
+        yield Method(f"{name}, no means", "ours", staged(replace(recipe, demean=False), "sequence"))
+        for order in ORDERS:
+            source = "ours" if order in ("sequence", "grouped", "warm") else "variant"
+            why_not = no_earlier if order == "warm" else lambda sample: None
+            yield Method(f"{name}, means, {order}", source, staged(recipe, order), why_not)
+        yield Method(
+            f"{name}, no means, order kept",
+            "variant",
+            staged(replace(recipe, demean=False), "grouped"),
+        )
+        other = replace(recipe, rotate_qk=not recipe.rotate_qk)
+        turned = "rotated" if other.rotate_qk else "not rotated"
+        yield Method(f"{name}, means, grouped, Q and K {turned}", "ours", staged(other, "grouped"))
+    yield Method("int8_fp8 + ExpCast, means, grouped, K mean kept", "ours",
+                 staged(replace(FP8, smooth_k=False), "grouped"))  # fmt: skip
+
+
+def variants():
+    """One choice changed at a time, from the grouped recipe."""
+    fp8, int8, fp4 = "int8_fp8 + ExpCast", "int8_int8", "nvfp4"
+    rows = [
+        (f"{fp8}, means, Hadamard on V", replace(DENSE_FP8, rotate_v=True), "sequence"),
+        (f"{fp8}, V scale from the residual", replace(DENSE_FP8, v_scale_of_residual=True, v_top=448.0), "grouped"),
+        (f"{int8}, one V scale per channel", replace(DENSE_INT8, v_group=WHOLE), "grouped"),
+        (f"{int8}, one V scale per channel, no means", replace(DENSE_INT8, v_group=WHOLE, demean=False), "sequence"),
+        (f"{int8}, QK exact", replace(DENSE_INT8, qk="exact"), "grouped"),
+        (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
+        (f"{fp4}, Q smoothed", replace(DENSE_NVFP4, smooth_q=True), "grouped"),
+        (f"{fp4}, Q smoothed, no means", replace(DENSE_NVFP4, smooth_q=True, demean=False), "sequence"),
+    ]  # fmt: skip
+    for keys in (8, 16, 64, 128):
+        rows.append((f"{int8}, K scale per {keys} keys", replace(DENSE_INT8, k_group=keys), "grouped"))
+    for tokens in (2, 16):
+        rows.append((f"{int8}, Q scale per {tokens} rows", replace(DENSE_INT8, q_group=tokens), "grouped"))
+    for name, numerics, order in rows:
+        yield Method(f"{name}, {order}" if order != "sequence" else name, "variant", dense(numerics, order))
+
+
+SAGE1 = Numerics(q_group=128, k_group=64, rotate_qk=False, p="fp16", exact_sum=True, v="fp16")
+SAGE2 = Numerics(q_group=2, k_group=32, k_lanes=True, rotate_qk=False, p="e4m3", p_top=448.0, exact_sum=True,
+                 v="e4m3")  # fmt: skip
+SAGE3 = Numerics(qk="nvfp4", rotate_qk=False, smooth_q=True, p="nvfp4", exact_sum=True, v="nvfp4",
+                 global_scale=False)  # fmt: skip
+KITCHEN = Numerics(q_group=4, k_group=32, k_lanes=True, p="u8", v="s8")
+NAIVE_HEAD = Numerics(
+    qk="e4m3", q_group=WHOLE, k_group=WHOLE, smooth_k=False, rotate_qk=False, v_channels=False
+)
+NAIVE_BLOCK = replace(NAIVE_HEAD, q_group=128, k_group=128, v_group=128)
+ATTN_QAT = Numerics(qk="nvfp4", smooth_k=False, rotate_qk=False, p="e4m3", v="e4m3", v_channels=False)
+
+
+def recipes():
+    """References of published recipes. Where a paper leaves a detail open the kinder choice is taken."""
+    rows = {
+        # scales per block of 128 queries and 64 keys, P and V in fp16
+        "SageAttention 1": SAGE1,
+        # its sm_90 kernel: scales per lane (2 queries of 16, 32 keys of 128), P up to 448, V per channel
+        "SageAttention 2": SAGE2,
+        "SageAttention 2 + QK Hadamard": replace(SAGE2, rotate_qk=True),
+        # Q and K smoothed, E4M3 microscales without a global scale
+        "SageAttention 3": SAGE3,
+        "SageAttention 3 + QK Hadamard": replace(SAGE3, rotate_qk=True),
+        # scales per 4 queries and 32 keys; the K mean in the place of its anchor key
+        "comfy-kitchen INT8": KITCHEN,
+        "torch FP8, one scale a head": NAIVE_HEAD,
+        # "FlashAttention-4 (8-bit)" and "Naive FP8" of the paper
+        "naive FP8, one scale per 128 tokens": NAIVE_BLOCK,
+        "naive FP8 + QK Hadamard": replace(NAIVE_BLOCK, rotate_qk=True),
+        "Attn-QAT, training-free": ATTN_QAT,
+    }
+    for name, numerics in rows.items():
+        yield Method(name, "recipe", dense(numerics))
+
+
+def _package(function):
+    """A package attends the rows to all keys; Q scales are shared inside whole blocks of rows only."""
+
+    def run(sample, q):
+        return Parts(function(q, sample.k, sample.v))
+
+    return run
+
+
+def _no_package(module, name, capabilities):
+    def why_not(sample):
+        if not sample.q.is_cuda:
+            return "needs a GPU"
+        if torch.cuda.get_device_capability() not in capabilities:
+            return "no kernel for this card"
+        try:
+            imported = __import__(module, fromlist=[name])
+        except ImportError:
+            return "not installed"
+        return None if hasattr(imported, name) else f"{module} has no {name}"
+
+    return why_not
+
+
+def _sage(name):
+    def attend(q, k, v):
+        import sageattention
+
+        return getattr(sageattention, name)(q, k, v, tensor_layout="HND", is_causal=False)
+
+    return attend
+
+
+def _sage3(q, k, v):
+    from sageattn3 import sageattn3_blackwell
+
+    return sageattn3_blackwell(q, k.clone(), v)  # it subtracts the mean in place
+
+
+def _kitchen(q, k, v):
+    from comfy_kitchen import int8_attention
+
+    return int8_attention(q, k, v)
+
+
+AMPERE_ON = tuple((major, minor) for major in (8, 9, 10, 12) for minor in (0, 3, 6, 9))
+
+
+def packages():
+    rows = (
+        ("SageAttention 1 (package)", "sageattention", "sageattn_qk_int8_pv_fp16_triton", AMPERE_ON, None),
+        ("SageAttention 2 sm_90 (package)", "sageattention", "sageattn_qk_int8_pv_fp8_cuda_sm90", ((9, 0),), None),
+        ("SageAttention 2 (package)", "sageattention", "sageattn_qk_int8_pv_fp8_cuda", ((8, 9), (12, 0)), None),
+        ("SageAttention 3 (package)", "sageattn3", "sageattn3_blackwell", ((12, 0), (10, 0)), _sage3),
+        ("comfy-kitchen INT8 (package)", "comfy_kitchen", "int8_attention", AMPERE_ON, _kitchen),
+    )  # fmt: skip
+    for name, module, function, capabilities, attend in rows:
+        yield Method(name, "package", _package(attend or _sage(function)),
+                     _no_package(module, function, capabilities))  # fmt: skip
+
+
+def _sdpa(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def all_methods():
+    return [
+        Method("PyTorch, 16 bit", "torch", _package(_sdpa)),
+        *ours(),
+        *variants(),
+        *recipes(),
+        *packages(),
+    ]
+
+
+# the rows that clips are made for and that plots show
+MAIN = (
+    "int8_int8, means, grouped",
+    "int8_fp8, means, grouped",
+    "int8_fp8 + ExpCast, means, grouped",
+    "nvfp4, means, grouped",
+)

@@ -1,0 +1,62 @@
+"""Our recipes through the pack's reference stages, with the output error taken apart (Eq. 2)."""
+
+import torch
+from comfyui_vc_attention.kernels.attend import reference as attend_stage
+from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.formats import tile_count
+from comfyui_vc_attention.kernels.prepare import reference as prepare_stage
+from comfyui_vc_attention.kernels.prepare.reference import in_tile_order, in_tiles
+
+
+def run_stages(q, k, v, recipe: Recipe, order=None, scale=None):
+    """(output, output had the values been exact, values as quantized, values), float32.
+
+    q [B, H, M, D] some rows; outputs [B, H, M, D]; both values [B, H, L, D] in tile order.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    operands = prepare_stage.prepare(
+        q.float(), k.float(), v.float(), recipe, order=order, softmax_scale=scale
+    )
+    out = attend_stage.attend(operands)[0]
+    ordered = in_tile_order(v.float(), order, None)
+    return out, attend_exact_values(operands, ordered), decoded_values(operands, ordered.shape[2]), ordered
+
+
+class ExactValues:
+    """In the place of the quantized values in the attend stage: values [B, H, T, 128, D] as they are."""
+
+    def __init__(self, ordered):
+        self.dtype, self.codes, self.head_dim = ordered.dtype, in_tiles(ordered), ordered.shape[-1]
+        self.scale = torch.ones_like(self.codes[:, :, :, 0])
+
+    def weighted(self, p, j):
+        return p @ self.codes[:, :, j, : p.shape[-1]]
+
+    def restore(self, mass, j):
+        return 0.0
+
+
+def attend_exact_values(operands, ordered):
+    """The attend stage's loop over ExactValues: the probabilities of Eq. 2 on values that were not rounded."""
+    exact = ExactValues(ordered)
+    softmax = attend_stage.OnlineSoftmax(operands.q.shape[:3], exact.head_dim, exact.dtype, ordered.device)
+    add_tile = attend_stage._ADD_TILE[operands.recipe.value_format]
+    for j in range(tile_count(operands.k.shape[2])):
+        t = attend_stage.scores(operands, j, exact.dtype)
+        top = t.amax(-1)
+        softmax.raise_maximum(top)
+        add_tile(softmax, t, top, exact, j, operands.recipe)
+    return softmax.result()
+
+
+def decoded_values(operands, keys):
+    """Values that the operands stand for, means restored: float32 [B, H, keys, D] in tile order."""
+    stored = attend_stage._Values(operands)
+    tiles = stored.codes
+    if operands.recipe.value_format == "int8":
+        tiles = tiles * operands.v_scale[:, :, :, None]
+    if stored.means is not None:
+        tiles = tiles + stored.means[:, :, :, None]
+    if operands.recipe.value_format == "fp8":
+        tiles = tiles * operands.v_scale[:, :, None, None]
+    return tiles.flatten(2, 3)[:, :, :keys]

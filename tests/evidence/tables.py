@@ -1,0 +1,92 @@
+"""Results as Markdown and JSON, with what they were measured on in the header."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "triton", "sageattention", "sageattn3", "comfy-kitchen")
+
+
+@dataclass
+class Table:
+    """question: what the table answers, a sentence. rows: cells as text or numbers, None for no value."""
+
+    title: str
+    question: str
+    columns: list[str]
+    rows: list[list] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", self.question, ""]
+        lines += [f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}"]
+        lines += [f"| {' | '.join(shown(cell) for cell in row)} |" for row in self.rows]
+        if self.notes:
+            lines += ["", *(f"- {note}" for note in self.notes)]
+        return "\n".join(lines) + "\n"
+
+
+def shown(cell) -> str:
+    """A table cell: four significant digits of a float, thousands apart of an integer, - for None."""
+    if cell is None:
+        return "–"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    if isinstance(cell, float):
+        if cell != 0 and abs(cell) < 1e-3:
+            return f"{cell:.2e}"
+        return f"{cell:.1f}" if abs(cell) >= 100 else f"{cell:.4g}"
+    return str(cell)
+
+
+def environment(commit: str | None = None) -> dict[str, str]:
+    """Card, driver, versions and commit; commit: where the checkout has no git."""
+    here = Path(__file__).parent
+
+    def said(*command):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, cwd=here)
+        except FileNotFoundError:
+            return "unknown"
+        return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else "unknown"
+
+    facts = {"card": f"CPU ({platform.machine()})", "python": platform.python_version()}
+    if torch.cuda.is_available():
+        facts["card"] = torch.cuda.get_device_name()
+        facts["driver"] = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["CUDA of torch"] = torch.version.cuda or "none"
+    for name in PACKAGES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    changed = said("git", "status", "--porcelain", "--", ".", "../../kernels") != "unknown"
+    facts["commit"] = commit or said("git", "rev-parse", "--short", "HEAD") + (
+        " and changes" if changed else ""
+    )
+    return facts
+
+
+def folder_name(facts) -> str:
+    """Name of the folder for one card's results."""
+    card = facts["card"].lower().replace("nvidia", "").strip()
+    return "cpu" if card.startswith("cpu") else "-".join(card.split())
+
+
+def write(stage, tables, data, out: Path, facts) -> Path:
+    """Write <stage>.md and <stage>.json into out; returns the Markdown file."""
+    out.mkdir(parents=True, exist_ok=True)
+    header = ", ".join(f"{name} {value}" for name, value in facts.items())
+    text = f"# Evidence: {stage}\n\nMeasured on: {header}.\n\n" + "\n".join(t.markdown() for t in tables)
+    (out / f"{stage}.md").write_text(text, encoding="utf-8")
+    whole = {"measured_on": facts, **data, "tables": [vars(t) for t in tables]}
+    (out / f"{stage}.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return out / f"{stage}.md"
