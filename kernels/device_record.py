@@ -94,11 +94,15 @@ class CardRecord:
 
     def save(self, entry: Entry) -> None:
         """Another process sees the whole entry or none. An unwritable disk costs only the memory of it."""
-        _memory[self._key(entry.kernel)] = entry
+        self.remember(entry)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / "card.json", dict(self.identity))
             _write(self._file(entry.kernel), asdict(entry))
+
+    def remember(self, entry: Entry) -> None:
+        """From here on this process knows the entry."""
+        _memory[self._key(entry.kernel)] = entry
 
     def forget(self, kernel: str) -> None:
         """As if the kernel had never been tried."""

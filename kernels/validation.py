@@ -52,6 +52,8 @@ def validate(
             entry = _tried(spec, device, record, advance, cases, lengths)
             if entry.state != UNTESTED:
                 record.save(entry)
+        else:
+            record.remember(entry)  # another process may have written it meanwhile
     return entry
 
 
@@ -60,17 +62,27 @@ def steps(cases: tuple[Case, ...] = CASES, lengths: tuple[int, ...] = TIMED_TOKE
 
 
 def _tried(spec, device, record, advance, cases, lengths) -> Entry:
-    begin = time.perf_counter()
+    begin, cancelled = time.perf_counter(), []
+
+    def advance_or_cancel():
+        try:
+            advance()
+        except BaseException as error:
+            cancelled.append(error)
+            raise
+
     # broad, because every compiler and backend has its own errors; a lost context is raised again
     try:
-        checks = self_test(spec, device, cases, advance)
+        checks = self_test(spec, device, cases, advance_or_cancel)
         texts, wrong = [str(check) for check in checks], refusal(checks)
         if wrong:
             return Entry(spec.name, FAILED, f"failed its self-test on this card ({wrong})", texts)
-        speeds = time_kernel(spec, device, lengths, advance)
+        speeds = time_kernel(spec, device, lengths, advance_or_cancel)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:
+        if error in cancelled:
+            raise
         if is_out_of_memory(error):
             return Entry(spec.name, UNTESTED, "not enough free GPU memory to test it")
         entry = Entry(spec.name, FAILED, f"its self-test stopped: {first_line(error)}")

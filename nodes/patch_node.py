@@ -3,8 +3,10 @@
 import torch
 from comfy_api.latest import io
 
-from ..kernels import KERNELS, AttentionProblem, VCConfig, choose_kernel
+from ..kernels import KERNELS, AttentionProblem, VCConfig
+from ..kernels.operands import card_fields
 from .families import family_of
+from .first_use import choose_tested, with_measured_tokens
 from .model_patch import patch_attention, remove_patch
 from .patch_settings import DEFAULT_MIN_TOKENS, PatchSettings, parse_blocks
 from .run_report import say
@@ -152,7 +154,8 @@ def advanced_inputs():
             max=1_000_000,
             optional=True,
             advanced=True,
-            tooltip=f"Shorter calls keep the usual attention. 0: {DEFAULT_MIN_TOKENS:,}.",
+            tooltip="Shorter calls keep the usual attention. 0: as measured on this card, "
+            f"{DEFAULT_MIN_TOKENS:,} where it was not.",
         ),
         io.Combo.Input(
             "kernel",
@@ -183,7 +186,8 @@ def patch_model(model, settings: PatchSettings, explicit: bool):
         name = type(diffusion_model).__name__
         say(f"{name} is not a model this node knows; it passes through unchanged", settings.node_id)
         return remove_patch(model) or model
-    choice = choose_kernel(expected_problem(model, settings.config), settings.kernel)
+    problem = expected_problem(model, settings.config)
+    choice = choose_tested(problem, torch.device(model.load_device), settings)
     if choice.kernel is None:
         if explicit:
             raise ValueError(f"VC-Attention cannot run here: {choice.reason}")
@@ -196,21 +200,18 @@ def patch_model(model, settings: PatchSettings, explicit: bool):
         numerics=choice.recipe.numerics,
         precision=settings.config.precision,
     )
-    return patch_attention(model, settings, family)
+    return patch_attention(model, with_measured_tokens(settings, problem, choice), family)
 
 
 def expected_problem(model, config: VCConfig) -> AttentionProblem:
     """The attention that this model will ask for, before there are tensors."""
-    device = torch.device(model.load_device)
     dtype = model.model.get_dtype_inference()
     shape = (1, 1, DEFAULT_MIN_TOKENS, HEAD_DIM)
-    cuda = device.type == "cuda" and torch.version.hip is None
     return AttentionProblem(
         q_shape=shape,
         k_shape=shape,
         dtypes=(dtype,) * 3,
         last_strides=(1, 1, 1),
-        device_type="rocm" if device.type == "cuda" and not cuda else device.type,
-        capability=torch.cuda.get_device_capability(device) if cuda else None,
         config=config,
+        **card_fields(torch.device(model.load_device)),
     )

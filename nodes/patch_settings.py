@@ -20,7 +20,8 @@ class PatchSettings:
     start_percent: float = 0.0
     end_percent: float = 1.0
     exact_blocks: frozenset[int] = frozenset()
-    min_tokens: int = 0  # 0: DEFAULT_MIN_TOKENS
+    min_tokens: int = 0  # 0: measured_tokens, or DEFAULT_MIN_TOKENS
+    measured_tokens: int = 0  # from here on the kernel is faster on this card; 0: not measured
     node_id: str | None = None  # where progress text is shown
 
     def __post_init__(self):
@@ -31,7 +32,7 @@ class PatchSettings:
 
     @property
     def shortest(self) -> int:
-        return self.min_tokens or DEFAULT_MIN_TOKENS
+        return self.min_tokens or self.measured_tokens or DEFAULT_MIN_TOKENS
 
 
 def parse_blocks(text: str) -> frozenset[int]:

@@ -137,3 +137,18 @@ def test_steps_do_not_pass_the_promise():
     seen = []
     try_it(replace(kernel(), why_not=lambda problem: None), advance=lambda: seen.append(1))
     assert len(seen) <= validation.steps(CASES, (64,))
+
+
+class Cancelled(Exception):
+    """What a host raises when its user cancels."""
+
+
+def test_a_user_who_cancels_leaves_nothing_behind():
+    with pytest.raises(Cancelled):
+        try_it(kernel(), advance=raising_now)
+    assert card_record(CPU).entry("tried") is None
+    assert not list(card_record(CPU).folder.glob("*"))
+
+
+def raising_now():
+    raise Cancelled

@@ -22,3 +22,5 @@ def test_range_must_not_be_reversed():
 def test_zero_min_tokens_means_the_default():
     assert PatchSettings(VCConfig()).shortest == DEFAULT_MIN_TOKENS
     assert PatchSettings(VCConfig(), min_tokens=1).shortest == 1
+    assert PatchSettings(VCConfig(), measured_tokens=2048).shortest == 2048
+    assert PatchSettings(VCConfig(), min_tokens=9, measured_tokens=2048).shortest == 9
