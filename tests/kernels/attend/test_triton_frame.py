@@ -53,7 +53,7 @@ def test_the_first_keys_exist(left):
 def test_scores_carry_the_scale_of_their_key(left):
     generator = torch.Generator().manual_seed(6)
     q, k = (torch.randint(-127, 128, (n, 128), generator=generator, dtype=torch.int8) for n in (64, 128))
-    scale = torch.tensor([1.0, 0.25, 8.0, 0.0 if left < 96 else 2.0])
+    scale = torch.tensor([1.0, 8.0, 0.25, 0.0 if left < 96 else 2.0])
     out, maximum = torch.empty(64, 128, device=DEVICE), torch.empty(64, device=DEVICE)
     stored = k[key_of_k_row()].to(DEVICE)
     scores_kernel[(1,)](q.to(DEVICE), stored, scale.to(DEVICE), out, maximum, left, MASKED=left < 128)
