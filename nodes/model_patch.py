@@ -165,7 +165,7 @@ class AttentionOverride(Shared):
             return Declined("outside start_percent..end_percent", block)
         if block in run.settings.exact_blocks:
             return Declined("kept exact by exact_blocks", block)
-        if q.shape[2] < run.settings.shortest:
+        if min(q.shape[2], k.shape[2]) < run.settings.shortest:
             return Declined(f"shorter than {run.settings.shortest} tokens", block)
         if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
             return Declined("last dimension not contiguous", block)
@@ -180,7 +180,7 @@ class AttentionOverride(Shared):
         choice = run.choose(AttentionProblem.of(q, k, v, run.config()))
         if choice.kernel is None:
             return Declined(choice.reason, block)
-        key = forward.layer_key(layer, q.device, q.shape[1], q.shape[2], host.options)
+        key = forward.layer_key(layer, q.device, q.shape[1], k.shape[2], host.options)
         return Accepted(key, block, choice.kernel, choice.recipe.numerics, key_mask)
 
     def _run_kernel(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, release):

@@ -63,20 +63,51 @@ class VCAttentionPatch(io.ComfyNode):
     ):
         if precision == "off":
             return io.NodeOutput(remove_patch(model) or model, model_2 and (remove_patch(model_2) or model_2))
-        settings = PatchSettings(
-            config=VCConfig("4-bit" if precision == "4-bit" else "8-bit", expcast, value_format, clusters),
-            kernel=kernel,
-            grouping_window=grouping_window,
-            regroup_every=regroup_every,
-            start_percent=start_percent,
-            end_percent=end_percent,
-            exact_blocks=parse_blocks(exact_blocks),
-            min_tokens=min_tokens,
-            node_id=cls.hidden.unique_id if cls.hidden is not None else None,
+        settings = settings_of(
+            cls,
+            precision,
+            expcast,
+            grouping_window,
+            value_format,
+            regroup_every,
+            clusters,
+            start_percent,
+            end_percent,
+            exact_blocks,
+            min_tokens,
+            kernel,
         )
         explicit = precision != "auto" or kernel != "auto"
         patched = [patch_model(m, settings, explicit) for m in (model, model_2) if m is not None]
         return io.NodeOutput(patched[0], patched[1] if model_2 is not None else None)
+
+
+def settings_of(
+    node,
+    precision="auto",
+    expcast="auto",
+    grouping_window=0.25,
+    value_format="auto",
+    regroup_every=4,
+    clusters=128,
+    start_percent=0.0,
+    end_percent=1.0,
+    exact_blocks="",
+    min_tokens=0,
+    kernel="auto",
+) -> PatchSettings:
+    """What the widgets of a patch node ask for. Raises ValueError for combinations without a meaning."""
+    return PatchSettings(
+        config=VCConfig("4-bit" if precision == "4-bit" else "8-bit", expcast, value_format, clusters),
+        kernel=kernel,
+        grouping_window=grouping_window,
+        regroup_every=regroup_every,
+        start_percent=start_percent,
+        end_percent=end_percent,
+        exact_blocks=parse_blocks(exact_blocks),
+        min_tokens=min_tokens,
+        node_id=node.hidden.unique_id if node.hidden is not None else None,
+    )
 
 
 def main_inputs():
@@ -187,12 +218,23 @@ def patch_model(model, settings: PatchSettings, explicit: bool):
         say(f"{name} is not a model this node knows; it passes through unchanged", settings.node_id)
         return remove_patch(model) or model
     problem = expected_problem(model, settings.config)
-    choice = choose_tested(problem, torch.device(model.load_device), settings)
+    ready = ready_settings(problem, torch.device(model.load_device), settings, explicit)
+    if ready is None:
+        return remove_patch(model) or model
+    return patch_attention(model, ready, family)
+
+
+def ready_settings(problem, device: torch.device, settings: PatchSettings, explicit: bool):
+    """The settings with what is known of this card; None, with one line, if nothing can run here.
+
+    Raises ValueError if nothing can run and the user asked for a precision or a kernel by name (explicit).
+    """
+    choice = choose_tested(problem, device, settings)
     if choice.kernel is None:
         if explicit:
             raise ValueError(f"VC-Attention cannot run here: {choice.reason}")
         say(f"not active, output is unchanged: {choice.reason}", settings.node_id)
-        return remove_patch(model) or model
+        return None
     send_status(
         settings.node_id,
         "ready",
@@ -200,12 +242,16 @@ def patch_model(model, settings: PatchSettings, explicit: bool):
         numerics=choice.recipe.numerics,
         precision=settings.config.precision,
     )
-    return patch_attention(model, with_measured_tokens(settings, problem, choice), family)
+    return with_measured_tokens(settings, problem, choice)
 
 
 def expected_problem(model, config: VCConfig) -> AttentionProblem:
     """The attention that this model will ask for, before there are tensors."""
-    dtype = model.model.get_dtype_inference()
+    return problem_on(torch.device(model.load_device), model.model.get_dtype_inference(), config)
+
+
+def problem_on(device: torch.device, dtype: torch.dtype, config: VCConfig) -> AttentionProblem:
+    """The attention of a video model on this device."""
     shape = (1, 1, DEFAULT_MIN_TOKENS, HEAD_DIM)
     return AttentionProblem(
         q_shape=shape,
@@ -213,5 +259,5 @@ def expected_problem(model, config: VCConfig) -> AttentionProblem:
         dtypes=(dtype,) * 3,
         last_strides=(1, 1, 1),
         config=config,
-        **card_fields(torch.device(model.load_device)),
+        **card_fields(device),
     )

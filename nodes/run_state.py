@@ -129,9 +129,12 @@ class Run(Shared):
         self._disabled: dict[str, str] = {}
         self._plain_config = replace(settings.config, demean=False)
 
-    def begin_evaluation(self, sigma: float) -> StepPlan:
-        """Called once per model evaluation, before its forwards; later than this nobody reads sigma."""
-        self.plan = self.schedule.plan(sigma)
+    def begin_evaluation(self, position) -> StepPlan:
+        """Called once per model evaluation, before its forwards; later than this nobody reads sigma.
+
+        position: what the schedule plans by, sigma for ComfyUI's samplers.
+        """
+        self.plan = self.schedule.plan(position)
         if not self.plan.grouping:
             self.store.clear()
         else:
@@ -172,10 +175,11 @@ class Forward(Shared):
         self.left_block: int | None = None  # block whose self-attention was last left to ComfyUI
         self._masks: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    def layer_key(self, layer: Layer, device: torch.device, heads: int, tokens: int, options) -> Hashable:
-        """What an order is kept under; the ordinal tells calls of one block apart (VACE, head groups)."""
+    def layer_key(self, layer: Layer, device: torch.device, heads: int, keys: int, options) -> Hashable:
+        """What an order of that many keys is kept under; the ordinal tells calls of one block apart (VACE,
+        head groups, the parts of a continued clip)."""
         ordinal = self.notes.count(("layer", layer.kind, layer.index))
-        return (device, layer.kind, layer.index, ordinal, heads, tokens, context_window(options))
+        return (device, layer.kind, layer.index, ordinal, heads, keys, context_window(options))
 
     def mask_once(self, mask: torch.Tensor, decide: Callable[[torch.Tensor], Any]) -> Any:
         """decide(mask), once per forward: all blocks share a mask, and deciding reads it to the host."""
