@@ -43,6 +43,7 @@ class RunReport:
         self.state_bytes = 0  # most that groupings held at once
         self.failures: dict[str, str] = {}  # kernel -> what it raised
         self.overwritten_by: str | None = None
+        self.stopped = False  # by the user or by an error, before the last step
         self._lock = threading.Lock()
 
     def add_declined(self, reason: str, video: bool = False) -> None:
@@ -94,6 +95,8 @@ class RunReport:
 
     def warning(self) -> str | None:
         """What a user should act on, in a sentence; None if all is well."""
+        if self.stopped:
+            return "Sampling was stopped before its end"
         if not self.received:
             who = f"; {self.overwritten_by} replaced the attention" if self.overwritten_by else ""
             return f"No attention call reached this node{who}"

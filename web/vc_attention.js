@@ -47,6 +47,31 @@ const counts = (table) =>
     .map(([what, calls]) => `${count(calls)} ${what}`)
     .join(", ");
 
+const added = (tables) => {
+  const sum = {};
+  for (const table of tables)
+    for (const [what, calls] of Object.entries(table ?? {})) sum[what] = (sum[what] ?? 0) + calls;
+  return sum;
+};
+
+/** Finished runs of one prompt as one: two experts, or two samplers, share a node. */
+export function together(runs) {
+  if (runs.length === 1) return runs[0];
+  const total = (field) => runs.reduce((sum, run) => sum + (run[field] ?? 0), 0);
+  const [first, ...more] = runs.map((run) => run.report ?? "");
+  return {
+    ...runs.at(-1),
+    steps: runs.map((run) => run.steps).join(" + "),
+    taken: total("taken"),
+    video_calls: total("video_calls"),
+    kernels: added(runs.map((run) => run.kernels)),
+    left: added(runs.map((run) => run.left)),
+    warning: runs.find((run) => run.warning)?.warning ?? null,
+    // the first line of each names the machine: once is enough
+    report: [first, ...more.map((text) => text.split("\n").slice(1).join("\n"))].join("\n"),
+  };
+}
+
 /** Video self-attention calls and how many of them ran on a kernel of ours; text attention does not count. */
 export function share(status) {
   const video = status.video_calls ?? 0;
@@ -144,7 +169,9 @@ function makeView() {
     line: element("div", "vc-attention-line", root),
     bar: element("div", "vc-attention-bar", root),
     detail: element("div", "vc-attention-detail", root),
-    status: null, // the last event
+    status: null, // what is shown: the last event, or the finished runs together
+    runs: [], // finished runs of the prompt
+    prompt: -1, // which prompt they belong to
     plain: "", // ComfyUI's progress text, shown until an event comes
   };
   view.taken = element("i", "vc-attention-taken", view.bar);
@@ -197,11 +224,15 @@ function enabled() {
   return app.extensionManager?.setting?.get(SETTING) ?? true;
 }
 
+let prompts = 0; // started since the page was loaded
+
 function show(status, types) {
   const node = findNode(status.node);
   if (!enabled() || !node || !types.includes(node.type)) return;
   const view = viewOf(node);
-  view.status = status;
+  if (view.prompt !== prompts) [view.prompt, view.runs] = [prompts, []];
+  if (status.phase === "ended") view.runs.push(status);
+  view.status = status.phase === "ended" ? together(view.runs) : status;
   paint(view);
   node.setDirtyCanvas?.(true, true);
 }
@@ -250,5 +281,6 @@ app.registerExtension({
     style.textContent = STYLE;
     api.addEventListener(EVENT, onStatus);
     api.addEventListener("executed", onExecuted);
+    api.addEventListener("execution_start", () => (prompts += 1));
   },
 });

@@ -75,3 +75,10 @@ def test_say_needs_no_server(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "vc_attention"):
         say("hello", node_id="7")
     assert "hello" in caplog.text
+
+
+def test_a_stopped_run_warns_and_still_counts():
+    report = filled()
+    report.stopped = True
+    assert report.status()["warning"] == "Sampling was stopped before its end"
+    assert report.status()["taken"] == 3

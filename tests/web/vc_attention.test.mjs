@@ -50,6 +50,23 @@ test("events of one run share one box", () => {
   assert.equal(line(), "100% of the video attention at 8-bit, 20 steps");
 });
 
+test("two experts of one prompt are shown and copied together, the next prompt starts anew", async () => {
+  const low = { ...ENDED, steps: 10, taken: 700, video_calls: 800, left: { "kernel x failed": 100 },
+    report: "machine\nlow expert", warning: "x failed" };
+  send("execution_start", {});
+  sendStatus({ ...ENDED, steps: 10, report: "machine\nhigh expert" });
+  sendStatus(low);
+  assert.equal(line(), "x failed");
+  box().click();
+  await new Promise(setImmediate);
+  assert.equal(clipboard.text, "machine\nhigh expert\nlow expert");
+  assert.match(module.detail(module.together([ENDED, low])), /^380 triton.* of 2,400 calls; left alone: 100 kernel x/);
+  assert.match(module.headline({ ...module.together([ENDED, low]), warning: null }), /^95% .* 20 \+ 10 steps$/);
+  send("execution_start", {});
+  sendStatus(ENDED);
+  assert.equal(line(), "100% of the video attention at 8-bit, 20 steps");
+});
+
 test("99.9% is not shown as 100%", () => {
   assert.match(module.headline({ ...ENDED, taken: 1599 }), /^99%/);
 });
