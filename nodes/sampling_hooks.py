@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from .families import Family
 from .patch_settings import PatchSettings
 from .report_text import report_text
-from .run_report import log
+from .run_report import RunReport, log
 from .run_state import Forward, Run, Shared
 from .status_events import send_status, show_text
 from .step_schedule import StepPlan, StepSchedule
@@ -54,6 +54,7 @@ class SamplingHooks(Shared):
             options.pop(RUN, None)
             self._live.remove(run)
             run.close()
+            run.report.stopped = not completed
             if (
                 completed or run.report.received
             ):  # a prompt that failed before its first call says nothing of us
@@ -68,7 +69,7 @@ class SamplingHooks(Shared):
             timestep = args[1] if len(args) > 1 else kwargs["timestep"]
             plan = run.begin_evaluation(float(timestep.flatten()[0]))
             if before is not None and before.step != plan.step:
-                self._show_progress(run, before)
+                show_progress(run, before)
         return executor(*args, **kwargs)
 
     def apply_model(
@@ -114,20 +115,27 @@ class SamplingHooks(Shared):
         self._live.append(run)
         return run
 
-    def _show_progress(self, run: Run, done: StepPlan) -> None:
-        node_id = self.settings.node_id
-        show_text(run.report.progress(done.step), node_id)
-        send_status(node_id, "step", **run.report.status(), step=done.step + 1, grouped=done.grouping)
-
     def _tell(self, run: Run, guider) -> None:
         report = run.report
         if not report.received:
             report.overwritten_by = replaced_by(guider, self.override)
         self.override.finished.append(report)
-        summary, node_id = report.summary(), self.settings.node_id
-        log.log(logging.INFO if report.received else logging.WARNING, "[VC-Attention] %s", summary)
-        show_text(summary, node_id)
-        send_status(node_id, "ended", **report.status(), report=report_text([report]))
+        tell_finished(report, self.settings.node_id)
+
+
+def show_progress(run: Run, done: StepPlan) -> None:
+    """On the node: what ran up to a step that is over."""
+    node_id = run.settings.node_id
+    show_text(run.report.progress(done.step), node_id)
+    send_status(node_id, "step", **run.report.status(), step=done.step + 1, grouped=done.grouping)
+
+
+def tell_finished(report: RunReport, node_id: str | None) -> None:
+    """One log line about a finished run, and the report on the node."""
+    summary = report.summary()
+    log.log(logging.INFO if report.received else logging.WARNING, "[VC-Attention] %s", summary)
+    show_text(summary, node_id)
+    send_status(node_id, "ended", **report.status(), report=report_text([report]))
 
 
 def replaced_by(guider, override) -> str | None:

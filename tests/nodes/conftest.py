@@ -241,3 +241,17 @@ def make_report():
 @pytest.fixture
 def finished_report(make_report):
     return make_report()
+
+
+@pytest.fixture(scope="session")
+def wan_video():
+    """The stand-in for WanVideoWrapper: make_patcher() and sample()."""
+    return load_beside("wan_video_stand_in")
+
+
+def load_beside(name):
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,63 @@
+"""The node for models of WanVideoWrapper: WANVIDEOMODEL in, WANVIDEOMODEL out."""
+
+import torch
+from comfy_api.latest import io
+
+from .patch_node import advanced_inputs, main_inputs, problem_on, ready_settings, settings_of
+from .run_report import say
+from .wan_video_patch import is_wan_video, patch_wan_video, remove_wan_video_patch
+
+
+class VCAttentionPatchWanVideo(io.ComfyNode):
+    """VC-Attention in a model of WanVideoWrapper, LongCat-Video among them."""
+
+    @classmethod
+    def define_schema(cls):
+        """Ids and order are fixed for good: saved workflows store values by place. Only append."""
+        return io.Schema(
+            node_id="VCAttentionPatchWanVideo",
+            display_name="VC-Attention Patch (WanVideoWrapper)",
+            category="model/patch",
+            description="Faster self-attention for models of WanVideoWrapper: LongCat-Video and Wan. Put it "
+            "between WanVideo Model Loader and WanVideo Sampler.",
+            search_aliases=["sage", "attention", "fp8", "nvfp4", "speed", "longcat", "kijai"],
+            inputs=[
+                wan_video_model().Input("model", tooltip="From WanVideo Model Loader, or a node after it."),
+                *main_inputs(),
+                *advanced_inputs(),
+            ],
+            outputs=[wan_video_model().Output(display_name="model")],
+            hidden=[io.Hidden.unique_id],
+            # equal nodes would share one cached model, which knows one node's id to report to
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def execute(cls, model, **widgets):
+        if widgets.get("precision") == "off":
+            return io.NodeOutput(remove_wan_video_patch(model) or model)
+        settings = settings_of(cls, **widgets)
+        explicit = any(widgets.get(name, "auto") != "auto" for name in ("precision", "kernel"))
+        return io.NodeOutput(patch_model(model, settings, explicit))
+
+
+def wan_video_model():
+    return io.Custom("WANVIDEOMODEL")
+
+
+def patch_model(model, settings, explicit: bool):
+    """A patched clone; the model as it came, with one line, if it is unknown or nothing can run.
+
+    Raises ValueError if the user asked for a precision or a kernel that cannot run here.
+    """
+    diffusion_model = model.model.diffusion_model
+    if not is_wan_video(diffusion_model):
+        name = type(diffusion_model).__name__
+        say(f"{name} is not a model of WanVideoWrapper; it passes through unchanged", settings.node_id)
+        return remove_wan_video_patch(model) or model
+    device = torch.device(model.load_device)
+    problem = problem_on(device, model.model["base_dtype"], settings.config)
+    ready = ready_settings(problem, device, settings, explicit)
+    if ready is None:
+        return remove_wan_video_patch(model) or model
+    return patch_wan_video(model, ready)

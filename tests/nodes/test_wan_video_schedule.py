@@ -1,0 +1,60 @@
+import math
+
+import pytest
+import torch
+from comfyui_vc_attention.nodes.wan_video_schedule import Position, WanVideoSchedule, share_done
+
+
+def plans(steps, first_sigma=1.0, **settings):
+    schedule, shift = WanVideoSchedule(**settings), 5.0
+    begun = 1 - first_sigma / (shift - (shift - 1) * first_sigma)
+    made = []
+    for step in range(steps):
+        done = begun + (1 - begun) * step / steps
+        sigma = shift * (1 - done) / (1 + (shift - 1) * (1 - done))
+        made.append(schedule.plan(Position(step, step / steps, lambda sigma=sigma: sigma)))
+    return made, schedule
+
+
+@pytest.mark.parametrize("window", [0.0, 0.1, 0.25, 1.0])
+@pytest.mark.parametrize("steps", [1, 4, 8, 12, 16, 30, 40])
+def test_the_window_is_its_share_of_the_steps_rounded_up(steps, window):
+    made, _ = plans(steps, window=window)
+    grouped = math.ceil(round(window * steps, 9))
+    assert [plan.grouping for plan in made] == [step < grouped for step in range(steps)]
+
+
+def test_steps_are_known_from_the_second_on():
+    schedule = plans(12)[1]
+    assert schedule.steps == 12
+
+
+def test_l12_the_second_expert_does_not_group_and_a_late_start_groups_less():
+    assert not any(plan.grouping for plan in plans(10, first_sigma=0.875)[0])
+    # denoise 0.9: a tenth of the schedule is over when it begins
+    assert sum(plan.grouping for plan in plans(18, first_sigma=4.5 / 4.6)[0]) == 3
+
+
+def test_outside_the_range_nothing_is_active():
+    made, _ = plans(10, start_percent=0.2, end_percent=0.8)
+    assert [plan.active for plan in made] == [False] * 2 + [True] * 6 + [False] * 2
+    assert not made[1].grouping and made[2].grouping
+
+
+def test_a_whole_schedule_reads_sigma_once():
+    read = []
+    schedule = WanVideoSchedule()
+    for step in range(4):
+        schedule.plan(Position(step, step / 4, lambda: read.append(1) or 0.999))
+    assert len(read) == 1
+
+
+def test_share_done_is_the_inverse_of_the_shift():
+    assert share_done(1.0) == 0 and share_done(0.0) == 1
+    assert share_done(5 * 0.75 / (1 + 4 * 0.75)) == pytest.approx(0.25)
+
+
+def test_position_reads_the_latest_frame():
+    arguments = {"current_step": 3, "current_step_percentage": 0.3, "t": torch.tensor([[0.0, 700.0]])}
+    position = Position.of(arguments)
+    assert (position.step, position.share, position.sigma()) == (3, 0.3, pytest.approx(0.7))
