@@ -9,6 +9,7 @@ from .patch_node import VCAttentionPatch
 from .raylight_node import VCAttentionPatchRaylight, VCAttentionReportRaylight
 from .report_node import VCAttentionReport
 from .sample_nodes import VCAttentionSample, VCAttentionSampleDecode
+from .wan_video_node import VCAttentionPatchWanVideo
 
 NODES = (
     VCAttentionPatch,
@@ -20,6 +21,7 @@ NODES = (
     VCAttentionSampleDecode,
     VCAttentionPatchRaylight,
     VCAttentionReportRaylight,
+    VCAttentionPatchWanVideo,
 )
 
 
