@@ -170,6 +170,21 @@ async function every_workflow(page) {
   return answers;
 }
 
+/** As a new user: the template browser, this pack's page of it, the comparison. */
+async function from_templates(page) {
+  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
+  await page.waitForTimeout(2500);
+  await page.getByText("ComfyUI-VC-Attent").first().click();
+  await page.waitForTimeout(2500);
+  await shot(page, "templates");
+  const thumbnails = await page.evaluate(() =>
+    [...document.images].filter((image) => image.src.startsWith("blob:") && image.naturalWidth === 512).length);
+  await page.getByText("compare_sample").first().click();
+  await page.waitForTimeout(2500);
+  await shot(page, "from_templates");
+  return { thumbnails, types: await page.evaluate(() => window.app.graph.nodes.map((node) => node.type)) };
+}
+
 async function pack_disabled(page) {
   await load(page, workflow("compare_sample"));
   await shot(page, "pack_disabled");
@@ -177,7 +192,7 @@ async function pack_disabled(page) {
     ours: Object.keys(window.LiteGraph.registered_node_types).filter((type) => type.startsWith("VCAttention")) }));
 }
 
-const SCENARIOS = { search_and_run, compare_and_copy, both_renderers, bypassed, not_active, switched_off,
+const SCENARIOS = { from_templates, search_and_run, compare_and_copy, both_renderers, bypassed, not_active, switched_off,
   every_workflow, pack_disabled };
 const answers = {};
 const page = await open(url, { width: 1700, height: 1000 });
