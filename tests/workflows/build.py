@@ -325,7 +325,64 @@ def compare_sample(info: dict) -> dict:
     return g.to_json()
 
 
-WORKFLOWS = (wan22_t2v_14b, wan22_i2v_14b, hunyuan_video_15_t2v, minimax_h3_t2v, compare_sample)
+def longcat_t2v_wanvideowrapper(info: dict) -> dict:
+    """LongCat-Video has no loader of ComfyUI's own; these nodes are WanVideoWrapper's."""
+    g = Graph(info)
+    loader = g.add(
+        "WanVideoModelLoader", (0, 0), size=(360, 440), model="LongCat_TI2V_comfy_bf16.safetensors"
+    )
+    vae = g.add("WanVideoVAELoader", (0, 500), size=(360, 190), model_name=WAN_VAE["name"])
+    clip = g.add("CLIPLoader", (0, 750), size=(360, 120), clip_name=UMT5["name"], type="wan", models=[UMT5])
+    patch = g.add("VCAttentionPatchWanVideo", (420, 0), size=(340, 400), model=loader["model"])
+    prompt = (
+        "A tram climbs a steep street in morning fog, its lamp glowing, people step aside, camera follows"
+    )
+    texts = [
+        g.add(
+            "CLIPTextEncode", (420, 500 + 230 * i), title=title, size=(380, 180), text=text, clip=clip["CLIP"]
+        )
+        for i, (title, text) in enumerate(
+            (("Prompt", prompt), ("Negative prompt", "blurry, static, distorted, low quality, subtitles"))
+        )
+    ]
+    bridge = g.add(
+        "WanVideoTextEmbedBridge",
+        (420, 960),
+        size=(380, 80),
+        positive=texts[0]["CONDITIONING"],
+        negative=texts[1]["CONDITIONING"],
+    )
+    empty = g.add("WanVideoEmptyEmbeds", (420, 1100), size=(380, 170), num_frames=93)
+    sampler = g.add(
+        "WanVideoSampler",
+        (850, 0),
+        size=(340, 960),
+        model=patch["model"],
+        image_embeds=empty["image_embeds"],
+        text_embeds=bridge["text_embeds"],
+        **{"steps": 50, "cfg": 4.0, "shift": 12.0, "seed": SEED, "scheduler": "euler"},
+    )
+    pictures = g.add("WanVideoDecode", (1250, 0), size=(320, 290), vae=vae["vae"], samples=sampler["samples"])
+    video = g.add("CreateVideo", (1250, 350), size=(320, 110), images=pictures["images"], fps=15.0)
+    g.add(
+        "SaveVideo",
+        (1630, 0),
+        size=(420, 420),
+        video=video["VIDEO"],
+        filename_prefix="video/longcat_t2v_vc_attention",
+    )
+    g.note(note_of("longcat_t2v_wanvideowrapper"), (0, -350), (740, 280))
+    return g.to_json()
+
+
+WORKFLOWS = (
+    longcat_t2v_wanvideowrapper,
+    wan22_t2v_14b,
+    wan22_i2v_14b,
+    hunyuan_video_15_t2v,
+    minimax_h3_t2v,
+    compare_sample,
+)
 
 
 def text_of(workflow: dict) -> str:
