@@ -1,9 +1,8 @@
-"""Stage "fidelity": every method on the same tensors; value errors by token order; ExpCast's error; sweeps."""
+"""Stage "fidelity": every method on the same tensors; value errors by order; ExpCast's error; sweeps."""
 
 import time
 from dataclasses import dataclass
 
-import torch
 from comfyui_vc_attention.kernels import group_tokens as shipped_group_tokens
 from comfyui_vc_attention.kernels.group import reference as group_reference
 from comfyui_vc_attention.kernels.testing import energy_removed
@@ -96,7 +95,7 @@ def term_table(name, numbers, methods):
     keys = ("error", "cosine", "probability_term", "value_term", "value_share", "value_mse", "value_error")
     table = Table(
         f"Error taken apart: {name}",
-        "Which term of Eq. 2 the error comes from (the paper: values 82% on Wan2.2), and what quantizing V costs.",
+        "The terms of Eq. 2 over the output (the paper: 82% of the error is the values'), and V's error.",
         ["method", *(key.replace("_", " ") for key in keys)],
     )
     for method in methods:
@@ -111,7 +110,7 @@ def order_table(sample):
     table = Table(
         "Token orders (Table 1, Figure 4)",
         "What each order lets the tile means remove, and the E4M3 value error that is left. Made values are "
-        "calibrated to the paper in the first three shares and the first error; the other errors are predicted.",
+        "calibrated to the paper in three shares and the first error; the other errors are predicted.",
         ["order", "energy removed", "paper", "value MSE", "over sequence", "paper's MSE", "paper's ratio"],
     )
     base = value_mse(sample.v)
@@ -122,14 +121,14 @@ def order_table(sample):
                            mse * 1e-4, mse / PAPER_ORDERS["sequence"][1]])  # fmt: skip
     frames, rows, columns = sample.grid
     table.notes.append(
-        f"{sample.name}, {sample.v.shape[1]} heads of {frames} x {rows} x {columns} tokens; calibrated at 16 x "
-        f"32 x 32, targets {TARGET_SHARES}, {TARGET_VALUE_MSE}, predicted {TARGET_RATIOS}."
+        f"{sample.name}, {sample.v.shape[1]} heads of {frames} x {rows} x {columns} tokens; calibrated at "
+        f"16 x 32 x 32, targets {TARGET_SHARES}, {TARGET_VALUE_MSE}, predicted {TARGET_RATIOS}."
     )
     return table
 
 
 def sweep_table(samples):
-    """Clusters and Lloyd steps: energy removed, by the reference and by the grouping that ships for this card."""
+    """Clusters and Lloyd steps: energy removed, by the reference and by the grouping for this card."""
     table = Table(
         "Clusters and Lloyd steps",
         "How many clusters and steps are worth their time (time: stage speed).",
@@ -158,9 +157,10 @@ def cast_table(samples, rows):
     """Total variation of ExpCast's rows and of exponential-then-cast's, and the bounds."""
     table = Table(
         "Probability error (Eq. 8, 15)",
-        "Total variation of probability rows by ExpCast and by exponential and cast; the paper: means 1.6% and "
-        "1.1%, largest 17.8%, and none above 0.0364 + tail.",
-        ["tensors", "rows", "ExpCast mean", "largest", "largest without underflow", "largest - (0.0364 + tail)",
+        "Total variation of probability rows by ExpCast and by exponential and cast; the paper: means 1.6% "
+        "and 1.1%, largest 17.8%, and none above 0.0364 + tail.",
+        ["tensors", "rows", "ExpCast mean", "largest", "largest without underflow",
+         "largest - (0.0364 + tail)",
          "exp and cast mean", "largest ", "output moved, over its bound"],
     )  # fmt: skip
     data = {}

@@ -88,7 +88,7 @@ def probability_error(q, k):
 def diameter_bound(q, k, v, rows=64):
     """Largest |o' - o| over its bound (0.0364 + tail) diam(V) for ExpCast on a few rows (Eq. 15), a float."""
     u = probability_rows(q[:, :, :rows], k)
-    variation, tail = total_variation(u, "expcast")
+    _, tail = total_variation(u, "expcast")
     p = torch.softmax(u * formats.LN2, -1)
     made = formats.expcast_codes(u).view(torch.float8_e4m3fn).float()
     made = made / made.sum(-1, keepdim=True)
@@ -102,7 +102,7 @@ GMSD_CONSTANT = 170.0 / 255.0**2  # of Xue et al. 2014, for pictures in 0..1
 
 
 def gmsd(a, b):
-    """Gradient magnitude similarity deviation per frame: a, b [N, C, H, W] in 0..1 -> float64 [N]; 0 if equal.
+    """Gradient magnitude similarity deviation: a, b [N, C, H, W] in 0..1 -> float64 [N]; 0 if equal.
 
     On the mean of the channels, averaged over 2 x 2 pixels first; Prewitt gradients.
     """

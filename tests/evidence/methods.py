@@ -96,11 +96,13 @@ def ours():
 def variants():
     """One choice changed at a time, from the grouped recipe."""
     fp8, int8, fp4 = "int8_fp8 + ExpCast", "int8_int8", "nvfp4"
+    own_scale = replace(DENSE_FP8, v_scale_of_residual=True, v_top=448.0)
+    by_channel = replace(DENSE_INT8, v_group=WHOLE)
     rows = [
         (f"{fp8}, means, Hadamard on V", replace(DENSE_FP8, rotate_v=True), "sequence"),
-        (f"{fp8}, V scale from the residual", replace(DENSE_FP8, v_scale_of_residual=True, v_top=448.0), "grouped"),
-        (f"{int8}, one V scale per channel", replace(DENSE_INT8, v_group=WHOLE), "grouped"),
-        (f"{int8}, one V scale per channel, no means", replace(DENSE_INT8, v_group=WHOLE, demean=False), "sequence"),
+        (f"{fp8}, V scale from the residual", own_scale, "grouped"),
+        (f"{int8}, one V scale per channel", by_channel, "grouped"),
+        (f"{int8}, one V scale per channel, no means", replace(by_channel, demean=False), "sequence"),
         (f"{int8}, QK exact", replace(DENSE_INT8, qk="exact"), "grouped"),
         (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
         (f"{fp4}, Q smoothed", replace(DENSE_NVFP4, smooth_q=True), "grouped"),
@@ -200,14 +202,14 @@ AMPERE_ON = tuple((major, minor) for major in (8, 9, 10, 12) for minor in (0, 3,
 
 def packages():
     rows = (
-        ("SageAttention 1 (package)", "sageattention", "sageattn_qk_int8_pv_fp16_triton", AMPERE_ON, None),
-        ("SageAttention 2 sm_90 (package)", "sageattention", "sageattn_qk_int8_pv_fp8_cuda_sm90", ((9, 0),), None),
-        ("SageAttention 2 (package)", "sageattention", "sageattn_qk_int8_pv_fp8_cuda", ((8, 9), (12, 0)), None),
-        ("SageAttention 3 (package)", "sageattn3", "sageattn3_blackwell", ((12, 0), (10, 0)), _sage3),
-        ("comfy-kitchen INT8 (package)", "comfy_kitchen", "int8_attention", AMPERE_ON, _kitchen),
+        ("SageAttention 1", "sageattention", "sageattn_qk_int8_pv_fp16_triton", AMPERE_ON, None),
+        ("SageAttention 2 sm_90", "sageattention", "sageattn_qk_int8_pv_fp8_cuda_sm90", ((9, 0),), None),
+        ("SageAttention 2", "sageattention", "sageattn_qk_int8_pv_fp8_cuda", ((8, 9), (12, 0)), None),
+        ("SageAttention 3", "sageattn3", "sageattn3_blackwell", ((12, 0), (10, 0)), _sage3),
+        ("comfy-kitchen INT8", "comfy_kitchen", "int8_attention", AMPERE_ON, _kitchen),
     )  # fmt: skip
     for name, module, function, capabilities, attend in rows:
-        yield Method(name, "package", _package(attend or _sage(function)),
+        yield Method(f"{name} (package)", "package", _package(attend or _sage(function)),
                      _no_package(module, function, capabilities))  # fmt: skip
 
 

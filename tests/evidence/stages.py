@@ -37,7 +37,7 @@ class ExactValues:
 
 
 def attend_exact_values(operands, ordered):
-    """The attend stage's loop over ExactValues: the probabilities of Eq. 2 on values that were not rounded."""
+    """The attend stage's loop over ExactValues: the probabilities of Eq. 2 on values as they were."""
     exact = ExactValues(ordered)
     softmax = attend_stage.OnlineSoftmax(operands.q.shape[:3], exact.head_dim, exact.dtype, ordered.device)
     add_tile = attend_stage._ADD_TILE[operands.recipe.value_format]

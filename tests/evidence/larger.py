@@ -1,0 +1,33 @@
+"""Tool "larger": train a model of about 60 million parameters as the sample model is trained, and capture it.
+
+The weights stay out of the repository; the command makes them again. Its captures are measured by stage
+fidelity when LARGER_WEIGHTS names the file.
+"""
+
+from pathlib import Path
+
+import torch
+from sample_model.model import WanVideoModel, initialise
+from sample_model.train import FILE_NAME, parse, save_weights, train
+
+DIM, FFN_DIM, LAYERS = 768, 2304, 6  # 6 heads of 128, 59 million parameters
+SECONDS, RATE = 240.0, 5e-4  # chosen: what a stage may take; the wider model wants a lower rate
+
+
+def run(device, out: Path, weights: Path | None = None, smoke=False):
+    """Train and write <weights>/wan_sample.safetensors; weights: a folder, by default out/larger."""
+    folder = weights or out / "larger"
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["--out", str(folder), "--rate", str(RATE), "--seconds", str(SECONDS)]
+    args = parse([*options, "--smoke"] if smoke else [*options, "--clips", "16384"])
+    args.compile = device.type == "cuda"
+    model = WanVideoModel(256, 512, 1) if smoke else WanVideoModel(DIM, FFN_DIM, LAYERS)
+    model = initialise(model, args.seed).to(device)
+    with torch.enable_grad():
+        trained, progress = train(model, args, device)
+    save_weights(trained, folder / FILE_NAME, args, progress)
+    size = sum(p.numel() for p in model.parameters())
+    print(
+        f"{size / 1e6:.1f} million parameters, {progress.steps} steps, loss {progress.losses[-1]}", flush=True
+    )
+    return folder / FILE_NAME

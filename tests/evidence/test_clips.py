@@ -1,0 +1,93 @@
+"""Schedules of grouping and the comparison of clips, on an untrained model of one block."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from evidence import clips
+from evidence.clips import Policy, ScheduledAttention, TorchAttention
+from evidence.methods import FP8, INT8
+from sample_model.model import WanVideoModel, initialise
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = initialise(WanVideoModel(layers=1)).eval().requires_grad_(False)
+    model.blocks[0].modulation[:, 2] = 3.0  # the gate of self-attention, almost shut before training
+    return model
+
+
+def test_policies_place_the_grouping():
+    def steps(**choices):
+        return [i for i in range(8) if Policy(**choices).groups(i, 8)]
+
+    assert steps() == [0, 1]
+    assert steps(where="uniform") == [0, 4]
+    assert steps(where="all") == list(range(8)) and steps(where="none") == []
+    with pytest.raises(ValueError, match="got 'last'"):
+        steps(where="last")
+
+
+def play(policy, steps=8, recipe=FP8):
+    """The attention after a schedule of one block and one branch, and the operands' facts of each step."""
+    attention = ScheduledAttention(recipe, policy, clusters=4)
+    seen, stages = [], attention.stages
+
+    def prepare(*tensors, order, **options):
+        seen.append((order is not None, tensors[3].demean))
+        return stages.prepare(*tensors, order=order, **options)
+
+    attention.stages = stages._replace(prepare=prepare)
+    q = torch.randn(1, 1, 130, 128, generator=torch.Generator().manual_seed(0))
+    for step in range(steps):
+        attention.begin(step, 0, steps)
+        attention(q, q, q)
+    return attention, seen
+
+
+def test_window_groups_and_demeans_and_then_runs_plain():
+    attention, seen = play(Policy())
+    assert seen == [(True, True)] * 2 + [(False, False)] * 6
+    assert attention.orderings == 1
+    attention.begin(0, 0, 8)
+    assert not attention.groupings  # another run starts anew
+
+
+def test_reuse_counts_steps():
+    assert [play(Policy("all", reuse=n))[0].orderings for n in (1, 2, 4, 8)] == [8, 4, 2, 1]
+
+
+def test_kept_order_and_plain_means():
+    assert play(Policy(keep_order=True))[1][2:] == [(True, False)] * 6
+    assert play(Policy(plain_means=True))[1][2:] == [(False, True)] * 6
+    assert (
+        play(Policy("none", plain_means=True), recipe=replace(INT8, demean=False))[1] == [(False, False)] * 8
+    )
+
+
+def test_clips_of_fewer_bits_are_further_away(model):
+    attentions = {
+        "exact": TorchAttention(), "half": TorchAttention(True), "fp8": ScheduledAttention(FP8, clusters=8),
+    }  # fmt: skip
+    made = {name: clips.make_clips(model, a, [0], 1, ["a red circle"]) for name, a in attentions.items()}
+    found = {name: clips.compare(clip, made["exact"]) for name, clip in made.items()}
+    assert found["exact"] == {"PSNR": clips.EQUAL_PSNR, "standard error": 0.0, "SSIM": 1.0, "GMSD": 0.0}
+    assert found["half"]["PSNR"] > found["fp8"]["PSNR"] > 20
+    assert attentions["fp8"].orderings == 2  # a branch with the prompt and one without
+
+
+def test_tables_of_a_run(model, monkeypatch):
+    monkeypatch.setattr(clips, "load_model", lambda weights, device: model)
+    rows = {"PyTorch, 16 bit": ("torch", TorchAttention(True))}
+    monkeypatch.setattr(clips, "main_rows", lambda device: rows)
+    monkeypatch.setattr(clips, "ablation_rows", lambda: {("int8_int8", "first"): ("ours", TorchAttention())})
+    tables, data = clips.run(torch.device("cpu"), steps=1)
+    assert [len(table.rows) for table in tables] == [1, 1]
+    assert data["steps"] == 1 and "1 clips" in tables[0].question
+
+
+def test_rows_cover_the_recipes_and_the_papers_ablation():
+    names = clips.main_rows(torch.device("cpu"))
+    assert {"int8_int8, window of a quarter", "SageAttention 2", "nvfp4, no means"} <= set(names)
+    policies = {policy for _, policy in clips.ablation_rows()}
+    assert {"first quarter", "uniform quarter", "every step", "first quarter, order kept after"} <= policies

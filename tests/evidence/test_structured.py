@@ -1,0 +1,49 @@
+"""The structured values have what they were calibrated to, and predict what they were not."""
+
+import pytest
+import torch
+from evidence.structured import (
+    CALIBRATED,
+    FIELDS,
+    TARGET_RATIOS,
+    TARGET_SHARES,
+    TARGET_VALUE_MSE,
+    observed,
+    smooth_fields,
+    structured_qkv,
+)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return observed(CALIBRATED)
+
+
+def test_shares_are_the_papers(made):
+    for name, share in TARGET_SHARES.items():
+        assert made[0][name] == pytest.approx(share, abs=0.004), name
+
+
+def test_value_error_in_sequence_order_is_the_papers(made):
+    assert made[1]["sequence"] == pytest.approx(TARGET_VALUE_MSE, rel=0.02)
+
+
+def test_other_rows_of_table_1_are_predicted(made):
+    for name, ratio in TARGET_RATIOS.items():
+        assert made[1][name] / made[1]["sequence"] == pytest.approx(ratio, abs=0.015), name
+
+
+def test_same_seed_same_tensors_and_drift_moves_only_v():
+    first, again = (structured_qkv(1, (2, 8, 8), seed=3) for _ in range(2))
+    moved = structured_qkv(1, (2, 8, 8), seed=3, drift=0.1)
+    assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+    assert first[0].equal(moved[0]) and first[1].equal(moved[1])
+    change = (first[2] - moved[2]).square().mean() / first[2].square().mean()
+    assert 0.01 < change < 0.1
+
+
+def test_fields_are_smooth_and_of_unit_variance():
+    x = smooth_fields(2, (4, 16, 16), torch.Generator().manual_seed(0), "cpu")
+    assert x.shape == (2, 1024, FIELDS)
+    assert x.std(1).sub(1).abs().max() < 0.01
+    assert (x.diff(dim=1).square().mean() / 2).item() < 0.2  # neighbours of white noise differ by 1
