@@ -1,8 +1,8 @@
 """The patch on the real network of WanVideoWrapper: its own model files, random weights, this file's loop.
 
-Needs WANVIDEOWRAPPER_PATH, a checkout of ComfyUI-WanVideoWrapper. Packages that its model files merely import are
-stood in for: accelerate, diffusers, peft, gguf, cv2 and what else is missing. Its sampler node is not run: the
-loop here makes the calls that it makes.
+Needs WANVIDEOWRAPPER_PATH, a checkout of ComfyUI-WanVideoWrapper. Packages that its model files merely import
+are stood in for: accelerate, diffusers, peft, gguf, cv2 and what else is missing. Its sampler node is not
+run: the loop here makes the calls that it makes.
 """
 
 import copy
@@ -67,9 +67,9 @@ def build(network_class, width, heads, longcat=False, blocks=1):
     torch.manual_seed(0)
     with torch.device("meta"):
         network = network_class(
-            dim=width, in_features=width, out_features=width, ffn_dim=64, ffn2_dim=64, text_dim=16, text_len=8,
-            num_heads=heads, num_layers=blocks, main_device=cpu, offload_device=cpu, dtype=torch.float32,
-            is_longcat=longcat,
+            dim=width, in_features=width, out_features=width, ffn_dim=64, ffn2_dim=64, text_dim=16,
+            text_len=8, num_heads=heads, num_layers=blocks, main_device=cpu, offload_device=cpu,
+            dtype=torch.float32, is_longcat=longcat,
         )  # fmt: skip
     for block in network.blocks:  # made one wide, and right once the loader puts a checkpoint's weights in
         for name in ("k", "v"):
@@ -117,10 +117,11 @@ def sample(patcher, steps, cfg=True, frames=4, side=8, **arguments):
             timestep[:, : arguments.get("longcat_num_cond_latents", 0)] = 0
         for uncond in (False, True)[: 1 + cfg]:
             prediction, _, _ = network(
-                context=[text * (1 - 2 * uncond)], pred_id=None, vace_data=None, attn_cond=None, x=[latent], y=None,
-                clip_fea=None, seq_len=frames * (side // 2) ** 2, device=torch.device("cpu"), freqs=None, t=timestep,
-                is_uncond=uncond, current_step=step, current_step_percentage=step / steps,
-                last_step=step == steps - 1, transformer_options=options, **arguments,
+                context=[text * (1 - 2 * uncond)], pred_id=None, vace_data=None, attn_cond=None, x=[latent],
+                y=None, clip_fea=None, seq_len=frames * (side // 2) ** 2, device=torch.device("cpu"),
+                freqs=None, t=timestep, is_uncond=uncond, current_step=step,
+                current_step_percentage=step / steps, last_step=step == steps - 1,
+                transformer_options=options, **arguments,
             )  # fmt: skip
             outputs.append(prediction[0])
         latent = latent - 0.1 * outputs[-1]
