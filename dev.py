@@ -1,10 +1,11 @@
-"""Three commands for a fresh checkout; they need Python 3.10 or newer and nothing else.
+"""Four commands for a fresh checkout; they need Python 3.10 or newer and nothing else.
 
-python dev.py demo    denoise one clip of the sample model twice, with and without VC-Attention
-python dev.py test    lint, then the whole test suite (further arguments go to pytest)
-python dev.py archive build the zip that the Comfy registry would hand out, in dist/, and print its size
+python dev.py demo      denoise one clip of the sample model twice, with and without VC-Attention
+python dev.py test      lint, then the whole test suite (further arguments go to pytest)
+python dev.py evidence  measure fidelity and speed here; tables and plots go to tests/evidence/results/
+python dev.py archive   build the zip that the Comfy registry would hand out, in dist/, and print its size
 
-The first two make the virtual environment .venv beside this file on first use. A development tool: the
+All but the last make the virtual environment .venv beside this file on first use. A development tool: the
 published archive does not contain it.
 """
 
@@ -67,6 +68,10 @@ def demo(arguments: list[str]) -> int:
     return run(VENV_PYTHON, ROOT / "tests" / "demo", *arguments)
 
 
+def evidence(arguments: list[str]) -> int:
+    return run(VENV_PYTHON, ROOT / "tests" / "evidence", *arguments)
+
+
 def test(arguments: list[str]) -> int:
     steps = (
         ("-m", "ruff", "check", "."),
@@ -111,7 +116,7 @@ def archive(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test, "archive": archive}
+    commands = {"demo": demo, "test": test, "evidence": evidence, "archive": archive}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
