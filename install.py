@@ -1,16 +1,23 @@
-"""What ComfyUI-Manager runs after installing the pack, with ComfyUI's Python; also by hand: python install.py
+"""What ComfyUI-Manager runs after installing the pack, with ComfyUI's Python; also by hand:
 
-Says what this machine has and which kernels can run on it. Standard library and torch only. Downloads
-nothing, starts nothing, and always exits 0: an installer that fails would hide a pack that works.
+    python install.py                          build, test and time every kernel that can run here, once
+    python install.py --retest                 the same, also what was tested before
+    python install.py --report                 what is known here, to be shared: without names and paths
+    python install.py --dry-run --arch sm_120  what such a card would get, compiled but not run
+
+Standard library and torch only. Downloads nothing, starts nothing, and always exits 0: an installer that
+fails would hide a pack that works.
 """
 
+import argparse
 import platform
 import re
 import sys
+import time
 import traceback
 import types
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -29,6 +36,7 @@ class Card:
     device_type: str  # as torch calls it, except "rocm"
     capability: tuple[int, int] | None = None  # (9, 0) for sm_90; None unless NVIDIA
     memory_gib: float | None = None
+    index: int = field(default=0, compare=False)  # of the first of its kind
 
     def __str__(self):
         parts = [self.name]
@@ -50,9 +58,9 @@ def cards_of(torch) -> tuple[list[Card], str]:
             found = torch.cuda.get_device_properties(i)
             memory = found.total_memory / 2**30
             if torch.version.hip:
-                cards.append(Card(found.name, "rocm", memory_gib=memory))
+                cards.append(Card(found.name, "rocm", memory_gib=memory, index=i))
             else:
-                cards.append(Card(found.name, "cuda", (found.major, found.minor), memory))
+                cards.append(Card(found.name, "cuda", (found.major, found.minor), memory, i))
         return cards, ""
     if torch.backends.mps.is_available():
         return [Card("Apple GPU", "mps")], ""
@@ -88,37 +96,124 @@ def nvrtc_state() -> str:
     return why_no_build() or nvrtc_version()
 
 
-def kernel_rows(torch, card: Card) -> tuple[list[tuple[str, str]], str]:
-    """Each kernel, best first, with why it cannot run on this card ("" if it can); and what auto takes."""
-    from comfyui_vc_attention.kernels import KERNELS, AttentionProblem, choose_kernel
+def problem_on(torch, card: Card, config=None):
+    """A video model's attention call on the card."""
+    from comfyui_vc_attention.kernels import AttentionProblem, VCConfig
 
     shape = (1, 1, TOKENS, HEAD_DIM)
-    problem = AttentionProblem(
+    return AttentionProblem(
         q_shape=shape,
         k_shape=shape,
         dtypes=(torch.bfloat16,) * 3,
         last_strides=(1, 1, 1),
         device_type=card.device_type,
         capability=card.capability,
+        config=config or VCConfig(),
+        device_name=card.name if card.device_type == "cuda" and card.memory_gib else "",
     )
+
+
+def kernel_rows(torch, card: Card) -> tuple[list[tuple[str, str]], str]:
+    """Each kernel, best first, with why it cannot run on this card ("" if it can); and what auto takes."""
+    from comfyui_vc_attention.kernels import KERNELS, choose_kernel
+    from comfyui_vc_attention.kernels.benchmark import config_for
+
     rows = []
     for spec in KERNELS:
-        reason = choose_kernel(problem, spec.name).reason
+        reason = choose_kernel(problem_on(torch, card, config_for(spec)), spec.name).reason
         rows.append((spec.name, reason.removeprefix(f"{spec.name}: ")))
-    automatic = choose_kernel(problem).kernel
+    automatic = choose_kernel(problem_on(torch, card)).kernel
     return rows, automatic.name if automatic else ""
+
+
+def try_kernels(torch, card: Card, retest: bool) -> list[str]:
+    """Build, test and time what can run on the card and was not tried there yet; what went wrong, as lines.
+
+    Prints each kernel's name before its first launch: whatever happens then, the last line says where.
+    """
+    from comfyui_vc_attention.kernels import KERNELS
+    from comfyui_vc_attention.kernels.benchmark import config_for
+    from comfyui_vc_attention.kernels.registry import match
+    from comfyui_vc_attention.kernels.validation import UNTESTED, ContextLost, card_record, validate
+
+    device, lines = torch.device("cuda", card.index), []
+    record = card_record(device)
+    for spec in KERNELS[:-1]:  # the last is the reference
+        if match(spec, problem_on(torch, card, config_for(spec))).kernel is None:
+            continue
+        if retest:
+            record.forget(spec.name)
+        if record.entry(spec.name) is None:
+            print(f"  trying {spec.name} on {card.name} ...", flush=True)
+        try:
+            entry = validate(spec, device)
+        except ContextLost as error:
+            return [*lines, f"  {error}. To go on: {this_command()}"]
+        if entry.state == UNTESTED:
+            lines.append(f"  {spec.name}: {entry.reason}. Close other programs, then: {this_command()}")
+    return lines
+
+
+def this_python() -> str:
+    return f'"{sys.executable}"' if " " in sys.executable else sys.executable
+
+
+def isolated() -> str:
+    """The portable ComfyUI runs its Python with -s; without it the user's own packages would count, too."""
+    return " -s" if "python_embeded" in sys.executable or sys.flags.no_user_site else ""
+
+
+def this_command(options: str = "") -> str:
+    """What to type to run this file again, in any folder."""
+    script = ROOT / "install.py"
+    quoted = f'"{script}"' if " " in str(script) else script
+    return f"{this_python()}{isolated()} {quoted} {options}".rstrip()
 
 
 def pip_command(package: str) -> str:
     """The command that installs a package into this very Python."""
-    python = f'"{sys.executable}"' if " " in sys.executable else sys.executable
     try:
         import pip  # noqa: F401
     except ImportError:  # environments made by uv have none
-        return f"uv pip install --python {python} {package}"
-    # the portable ComfyUI runs its Python with -s; without it pip may be satisfied by the user's own packages
-    isolated = " -s" if "python_embeded" in sys.executable or sys.flags.no_user_site else ""
-    return f"{python}{isolated} -m pip install {package}"
+        return f"uv pip install --python {this_python()} {package}"
+    return f"{this_python()}{isolated()} -m pip install {package}"
+
+
+def triton_package(torch) -> str:
+    """What pip calls the Triton for this torch."""
+    if sys.platform != "win32":
+        return "triton"
+    # torch asks for one minor version of Triton, pip knows nothing of it on Windows
+    minor = {"2.7": 4, "2.8": 5, "2.9": 6, "2.10": 7}.get(".".join(torch.__version__.split(".")[:2]))
+    return f'"triton-windows<3.{minor}"' if minor else "triton-windows"
+
+
+def nvrtc_package(torch) -> str:
+    """What pip calls the NVRTC for this torch."""
+    return "nvidia-cuda-nvrtc-cu12" if (torch.version.cuda or "").startswith("12") else "nvidia-cuda-nvrtc"
+
+
+def next_steps(torch, card: Card, rows: list[tuple[str, str]]) -> list[str]:
+    """Commands that mend what keeps kernels from running, each with this Python's full path."""
+    from comfyui_vc_attention.kernels.attend.cuda_build import driver_version, why_no_build
+
+    if card.device_type == "cpu":
+        if driver_version() == "none" or torch.version.hip:
+            return []
+        if torch.version.cuda is None:
+            index = "--index-url https://download.pytorch.org/whl/cu130"
+            command = pip_command(f"--force-reinstall torch torchvision torchaudio {index}")
+            return [f"For a torch that uses the NVIDIA card: {command}"]
+        return [f"Update the NVIDIA driver (this is {driver_version()}), restart, then: {this_command()}"]
+    steps = []
+    if card.capability and card.capability >= (8, 0):
+        if not triton_version()[0].isdigit():
+            steps.append(f"For the Triton kernels: {pip_command(triton_package(torch))}")
+        if why_no_build():
+            steps.append(f"For the CUDA kernels: {pip_command(nvrtc_package(torch))}")
+        if any("this card" in reason for _, reason in rows):
+            steps.append(f"To test again what failed: {this_command('--retest')}")
+    return steps
 
 
 def pack_version() -> str:
@@ -128,36 +223,129 @@ def pack_version() -> str:
     return found[1] if found else "(no version in pyproject.toml)"
 
 
-def print_machine(torch) -> list[Card]:
+def machine_lines(torch) -> tuple[list[str], list[Card]]:
+    """What this machine has; and its cards, of each kind one."""
+    from comfyui_vc_attention.kernels.attend.cuda_build import driver_version
+
     cards, reason = cards_of(torch)
     toolkit = torch.version.cuda and f"CUDA {torch.version.cuda}"
     toolkit = toolkit or (torch.version.hip and f"ROCm {torch.version.hip}") or "no CUDA"
-    print(f"  python  {platform.python_version()} on {sys.platform} {platform.machine()}")
-    print(f"  torch   {torch.__version__}, {toolkit}")
-    print(f"  triton  {triton_version()}")
-    print(f"  nvrtc   {nvrtc_state()}")
-    for i, card in enumerate(cards):
-        print(f"  gpu {i}   {card}" + (f": {reason}" if reason else ""))
-    return cards
+    lines = [
+        f"  python  {platform.python_version()} on {sys.platform} {platform.machine()}",
+        f"  torch   {torch.__version__}, {toolkit}",
+        f"  triton  {triton_version()}",
+        f"  nvrtc   {nvrtc_state()}",
+        f"  driver  {driver_version()}",
+    ]
+    lines += [f"  gpu {i}   {card}" + (f": {reason}" if reason else "") for i, card in enumerate(cards)]
+    return lines, list(dict.fromkeys(cards))
 
 
-def print_kernels(torch, card: Card) -> None:
+def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
+    """The table of kernels on a card, what auto takes, and what to do about the rest."""
+    from comfyui_vc_attention.kernels.device_record import known
+
     rows, automatic = kernel_rows(torch, card)
-    print(f"\nKernels on {card}:" if card.device_type != "cpu" else "\nKernels without a GPU:")
+    lines = ["", f"Kernels on {card}:" if card.device_type != "cpu" else "Kernels without a GPU:"]
     width = max(len(name) for name, _ in rows)
     for name, reason in rows:
-        verdict = f"no   {reason}" if reason else "yes  slowly: for tests" if name == "reference" else "yes"
-        print(f"  {name:{width}}  {verdict}")
+        entry = known(problem_on(torch, card), name)
+        if reason:
+            verdict = f"no   {reason}"
+        elif name == "reference":
+            verdict = "yes  slowly: for tests"
+        else:
+            verdict = f"yes  {measured(entry)}".rstrip()
+        lines.append(f"  {name:{width}}  {verdict}")
+        if details and entry:
+            lines += [f"  {'':{width}}  - {text}" for text in (*entry.checks, *speeds(entry))]
     if automatic:
-        print(f"The node's auto takes {automatic}.")
-        return
-    print("The node loads and leaves every model as it is: none of the fast kernels can run here.")
-    if card.capability and not triton_version()[0].isdigit():
-        package = "triton-windows" if sys.platform == "win32" else "triton"
-        print(f"To get them, install Triton: {pip_command(package)}")
+        lines.append(f"The node's auto takes {automatic}.")
+    else:
+        lines.append("The node loads and leaves every model as it is: no fast kernel can run here.")
+    return lines + ([] if details else next_steps(torch, card, rows))
 
 
-def main() -> None:
+def measured(entry) -> str:
+    """What the test on this card found, in a few words."""
+    if entry is None:
+        return "not tested on a card"
+    if not entry.speeds:
+        return "tested on this card, not timed"
+    last = entry.speeds[-1]
+    text = f"tested on this card; {last.pytorch / last.ours:.2f}x PyTorch"
+    if last.comfy_kitchen:
+        text += f", {last.comfy_kitchen / last.ours:.2f}x comfy-kitchen INT8"
+    since = f"faster from {entry.min_tokens:,} on" if entry.min_tokens else "so auto leaves it"
+    return f"{text} at {last.tokens:,} tokens; {since}"
+
+
+def speeds(entry) -> list[str]:
+    """One line for each length."""
+    return [
+        f"{s.tokens:,} tokens: {s.ours:.3f} ms, PyTorch {s.pytorch:.3f} ms"
+        + (f", comfy-kitchen INT8 {s.comfy_kitchen:.3f} ms" if s.comfy_kitchen else "")
+        for s in entry.speeds
+    ]
+
+
+def card_of_arch(text: str) -> Card:
+    """sm_120, sm_90a or 12.0. Raises ArgumentTypeError for anything else."""
+    found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"an architecture must look like sm_120, got {text!r}")
+    return Card("a card", "cuda", (int(found[1]), int(found[2])))
+
+
+def dry_run_lines(torch, card: Card) -> list[str]:
+    """What the card would get, each kernel compiled for it and nothing run or kept."""
+    rows, automatic = kernel_rows(torch, card)
+    lines, width = ["", f"Kernels that {card} would get, compiled here:"], max(len(name) for name, _ in rows)
+    for name, reason in rows:
+        if name != "reference":
+            verdict = f"no   {reason}" if reason else compiled(name, card.capability)
+            lines.append(f"  {name:{width}}  {verdict}")
+    lines.append(f"Without a test on such a card, the node's auto takes {automatic or 'none of them'}.")
+    return lines
+
+
+def compiled(kernel: str, capability: tuple[int, int]) -> str:
+    """Compile all of a kernel: what it costs, or what the compiler says."""
+    from comfyui_vc_attention.kernels import cuda_builds, triton_builds
+    from comfyui_vc_attention.kernels.attend.cuda_build import compile_cubin, why_no_build
+    from comfyui_vc_attention.kernels.cubin import resources
+
+    begin, cubins = time.perf_counter(), []
+    try:
+        # Triton's rows, too, are grouped in CUDA where NVRTC is there
+        for build in [] if why_no_build() else cuda_builds.builds(capability, kernel):
+            cubins.append(compile_cubin(build.source, build.arch, build.defines)[0])
+        if kernel.startswith("triton"):
+            arch = 10 * capability[0] + capability[1]
+            for build in triton_builds.builds(arch, kernel):
+                cubins.append(triton_builds.compile_build(build, arch).asm["cubin"])
+    except Exception as error:  # each compiler has its own
+        return f"no   does not compile: {str(error).strip().splitlines()[0]}"
+    used = [found for cubin in cubins for found in resources(cubin).values()]
+    registers, stack = max(one.registers for one in used), max(one.stack_bytes for one in used)
+    seconds = time.perf_counter() - begin
+    cost = f"up to {registers} registers and {stack} bytes of stack"
+    return f"yes  {len(cubins)} builds, {cost}, {seconds:.1f} s"
+
+
+def arguments_of(given: list[str]):
+    parser = argparse.ArgumentParser(
+        prog="install.py", description="Builds and tests the kernels of this pack."
+    )
+    parser.add_argument("--retest", action="store_true", help="also what was tested before")
+    parser.add_argument("--report", action="store_true", help="print what is known, without names and paths")
+    parser.add_argument("--dry-run", action="store_true", help="compile and run nothing")
+    parser.add_argument("--arch", type=card_of_arch, help="with --dry-run: for such a card, e.g. sm_120")
+    return parser.parse_args(given)
+
+
+def main(given: list[str]) -> None:
+    chosen = arguments_of(given)
     print(f"VC-Attention {pack_version()}")
     try:
         import torch
@@ -168,14 +356,27 @@ def main() -> None:
         print(f"  {sys.executable}")
         return
     name_the_pack()
-    for card in dict.fromkeys(print_machine(torch)):  # cards of one kind once
-        print_kernels(torch, card)
+    lines, cards = machine_lines(torch)
+    if chosen.report:
+        from comfyui_vc_attention.nodes.report_text import without_paths
+
+        lines += [line for card in cards for line in kernel_lines(torch, card, details=True)]
+        print(without_paths("\n".join(lines)))
+        return
+    print("\n".join(lines))
+    if chosen.dry_run or chosen.arch:
+        for card in [chosen.arch] if chosen.arch else [card for card in cards if card.capability]:
+            print("\n".join(dry_run_lines(torch, card)))
+        return
+    for card in cards:
+        troubles = try_kernels(torch, card, chosen.retest) if card.device_type == "cuda" else []
+        print("\n".join([*troubles, *kernel_lines(torch, card)]))
 
 
 if __name__ == "__main__":
     # Broad on purpose: whatever goes wrong is shown, and the pack still counts as installed.
     try:
-        main()
+        main(sys.argv[1:])
     except Exception:
         traceback.print_exc()
         print("VC-Attention is installed, but could not examine this machine; please report the lines above.")

@@ -267,7 +267,7 @@ def _group_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     previous = None if centroids is None else TokenGrouping(None, centroids)
     with on_device(v.device):
-        grouping = load_grouping(v)(v, clusters, previous, key_mask)
+        grouping = load_grouping(v, clusters)(v, clusters, previous, key_mask)
     return grouping.order, grouping.centroids
 
 

@@ -246,10 +246,10 @@ def _general_refusal(problem: AttentionProblem) -> str | None:
     return None
 
 
-def load_grouping(v: torch.Tensor) -> Callable:
+def load_grouping(v: torch.Tensor, clusters: int = 128) -> Callable:
     """The fastest group_tokens for values v [B, H, Lk, D]; signature in group/reference.py."""
     if v.device.type == "cuda" and torch.version.hip is None:
-        if _cuda_grouping_fits(v):
+        if _cuda_grouping_fits(v, clusters):
             from .group.cuda_kmeans import group_tokens
 
             return group_tokens
@@ -262,9 +262,11 @@ def load_grouping(v: torch.Tensor) -> Callable:
     return group_tokens
 
 
-def _cuda_grouping_fits(v):
+def _cuda_grouping_fits(v, clusters):
     from .attend.cuda_build import why_no_build
-    from .group.cuda_kmeans import why_not
+    from .group.cuda_kmeans import shared_bytes, why_not
 
-    # bf16 products need sm_80
-    return torch.cuda.get_device_capability(v.device) >= (8, 0) and not (why_not(v) or why_no_build())
+    card = torch.cuda.get_device_properties(v.device)
+    # bf16 products need sm_80; 256 clusters need 116 KB, and consumer cards have 99
+    able = (card.major, card.minor) >= (8, 0) and shared_bytes(clusters) <= card.shared_memory_per_block_optin
+    return able and not (why_not(v) or why_no_build())

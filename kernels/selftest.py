@@ -154,7 +154,7 @@ def call(spec, recipe, q, k, v, key_mask=None, grouped=False, want_lse=False):
     poison_free_memory(q.device)
     order = None
     if grouped:
-        order = load_grouping(v)(v, CLUSTERS, None, key_mask).order
+        order = load_grouping(v, CLUSTERS)(v, CLUSTERS, None, key_mask).order
         listed = order.long().sort(-1).values
         if not torch.equal(listed, torch.arange(v.shape[2], device=v.device).expand_as(listed)):
             raise ArithmeticError("the grouping kernel gave no permutation of the tokens")

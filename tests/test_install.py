@@ -1,15 +1,20 @@
 """install.py says the truth about every machine it can meet, and exits 0 on all of them."""
 
+import argparse
 import importlib.util
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-RUNNER = "import sys, runpy; {before}; runpy.run_path(sys.argv[1], run_name='__main__')"
+RUNNER = "import sys, runpy; {before}; sys.argv[:] = sys.argv[1:]; " + (
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +26,9 @@ def install(pack_root):
     return module
 
 
-def run(script, before="pass", **environment):
+def run(script, before="pass", arguments=(), **environment):
     """stdout of install.py in a process of its own, after some Python of the test's."""
-    command = [sys.executable, "-c", RUNNER.format(before=before), str(script)]
+    command = [sys.executable, "-c", RUNNER.format(before=before), str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -53,7 +58,7 @@ def fake_torch(cards=(), cuda="13.0", hip=None, mps=False, warning=None):
     )
 
 
-def test_runs_with_an_empty_environment_from_a_folder_with_spaces(pack_root, tmp_path):
+def test_i07_runs_with_an_empty_environment_from_a_folder_with_spaces(pack_root, tmp_path):
     folder = tmp_path / "custom nodes" / "vc.attention main"
     shutil.copytree(pack_root, folder, ignore=shutil.ignore_patterns(".*", "tests", "__pycache__"))
     for path in (folder, *folder.rglob("*")):
@@ -130,11 +135,10 @@ def test_a_supported_card_gets_a_kernel(install):
     assert dict(rows)[automatic] == ""
 
 
-def test_missing_triton_is_named_with_the_command_that_mends_it(install, monkeypatch, capsys):
+def test_i01_missing_triton_is_named_with_the_command_that_mends_it(install, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "not usable" in install.triton_version()
-    install.print_kernels(torch, install.Card("RTX 3090", "cuda", (8, 6), 24.0))
-    out = capsys.readouterr().out
+    out = "\n".join(install.kernel_lines(torch, install.Card("RTX 3090", "cuda", (8, 6), 24.0)))
     assert "needs Triton" in out
     assert install.pip_command("triton") in out
 
@@ -143,13 +147,24 @@ def test_missing_triton_is_named_with_the_command_that_mends_it(install, monkeyp
     ("executable", "has_pip", "expected"),
     [
         ("/opt/venv/bin/python", True, "/opt/venv/bin/python -m pip install triton"),
+        ("/opt/conda/envs/c/bin/python", True, "/opt/conda/envs/c/bin/python -m pip install triton"),
+        (
+            r"C:\Users\Jane Doe\Documents\ComfyUI\.venv\Scripts\python.exe",
+            False,
+            r'uv pip install --python "C:\Users\Jane Doe\Documents\ComfyUI\.venv\Scripts\python.exe" triton',
+        ),
+        (
+            r"D:\my AI\python_embeded\python.exe",
+            True,
+            r'"D:\my AI\python_embeded\python.exe" -s -m pip install triton',
+        ),
         ("/my apps/bin/python", True, '"/my apps/bin/python" -m pip install triton'),
         (r"C:\C\python_embeded\python.exe", True, r"C:\C\python_embeded\python.exe -s -m pip install triton"),
         ("/uv/bin/python", False, "uv pip install --python /uv/bin/python triton"),
     ],
-    ids=["venv", "space", "portable", "uv"],
+    ids=["venv", "conda", "desktop", "portable with space", "space", "portable", "uv"],
 )
-def test_pip_command_names_this_python(install, monkeypatch, executable, has_pip, expected):
+def test_i10_i11_pip_command_names_this_python(install, monkeypatch, executable, has_pip, expected):
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr(sys, "flags", SimpleNamespace(no_user_site=0))
     monkeypatch.setitem(sys.modules, "pip", SimpleNamespace() if has_pip else None)
@@ -159,3 +174,245 @@ def test_pip_command_names_this_python(install, monkeypatch, executable, has_pip
 def test_version_is_that_of_pyproject(install, pack_root):
     line = f'version = "{install.pack_version()}"'
     assert line in (pack_root / "pyproject.toml").read_text(encoding="utf-8")
+
+
+# With a card: what is built, kept and said. The card is a CPU that calls itself one.
+
+CARD = ("NVIDIA GeForce RTX 4090", (8, 9))
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The record of CARD on an empty disk, as if Triton and NVRTC were there."""
+    from comfyui_vc_attention.kernels import device_record, registry
+
+    monkeypatch.setattr(device_record, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_record, "_memory", {})
+    monkeypatch.setattr(registry, "_triton_missing", lambda: None)
+    return device_record.record_of(*CARD)
+
+
+def entry(*fields, **more):
+    from comfyui_vc_attention.kernels.device_record import Entry
+
+    kernel, state, *rest = (*fields, "passed") if len(fields) == 1 else fields
+    return Entry(kernel, state, *rest, **more)
+
+
+def speed(tokens, ours, pytorch, kitchen=None):
+    from comfyui_vc_attention.kernels.device_record import Speed
+
+    return Speed(tokens, ours, pytorch, kitchen)
+
+
+def lines_of(install, details=False):
+    return "\n".join(install.kernel_lines(torch, install.Card(CARD[0], "cuda", CARD[1], 24.0), details))
+
+
+def test_table_tells_what_was_tested_and_how_fast_it_is(install, kept):
+    kept.save(entry("triton_int8_int8", speeds=[speed(32768, 10.0, 25.0, 12.0)], min_tokens=4096))
+    out = lines_of(install)
+    assert "tested on this card; 2.50x PyTorch, 1.20x comfy-kitchen INT8 at 32,768 tokens" in out
+    assert "faster from 4,096 on" in out and "The node's auto takes triton_int8_int8." in out
+
+
+def test_untested_kernels_are_never_picked_where_others_were_tested(install, kept):
+    kept.save(entry("triton_int8_fp8"))
+    out = lines_of(install)
+    assert "no fast kernel can run here" in out and "triton_int8_int8  " in out
+
+
+def test_a_slower_kernel_is_left_by_auto_and_that_is_said(install, kept):
+    kept.save(entry("triton_int8_int8", speeds=[speed(32768, 30.0, 25.0)]))
+    out = lines_of(install)
+    assert "0.83x PyTorch at 32,768 tokens; so auto leaves it" in out and "no fast kernel" in out
+
+
+def test_n15_a_failed_kernel_says_why_and_how_to_try_again(install, kept):
+    kept.save(
+        entry(
+            "triton_int8_int8", "failed", "failed its self-test on this card (means: error 1.4, limit 0.015)"
+        )
+    )
+    out = lines_of(install)
+    assert "no   failed its self-test on this card (means: error 1.4" in out
+    assert f"To test again what failed: {install.this_command('--retest')}" in out
+    assert sys.executable in out and str(install.ROOT / "install.py") in out
+
+
+def test_report_holds_every_check_and_no_path(install, kept, monkeypatch, capsys):
+    reason = "its self-test stopped: OSError: /home/jane/ComfyUI/custom_nodes/x.so is missing on this card"
+    kept.save(
+        entry(
+            "triton_int8_int8", "failed", reason, ["plain: error 0.0100, limit 0.03"], [speed(2048, 1.0, 2.0)]
+        )
+    )
+    monkeypatch.setattr(
+        install, "cards_of", lambda torch: ([install.Card(CARD[0], "cuda", CARD[1], 24.0)], "")
+    )
+    monkeypatch.setattr(install, "try_kernels", lambda *a: pytest.fail("a report tries nothing"))
+    install.main(["--report"])
+    out = capsys.readouterr().out
+    assert "- plain: error 0.0100, limit 0.03" in out and "- 2,048 tokens: 1.000 ms, PyTorch 2.000 ms" in out
+    assert "x.so is missing" in out and "RTX 4090" in out
+    assert "jane" not in out and str(Path.home()) not in out and sys.executable not in out
+
+
+@pytest.fixture
+def one_kernel(install, kept, monkeypatch):
+    """A machine with one CUDA card and two kernels, of which validate says what the test sets."""
+    from comfyui_vc_attention.kernels import registry, validation
+
+    def kept_or_passed(spec, device):
+        known = kept.entry(spec.name)
+        if known is None:
+            kept.save(entry(spec.name))
+        return kept.entry(spec.name)
+
+    state = SimpleNamespace(validate=kept_or_passed)
+    rows = [replace(registry.kernel_named(name), load=None) for name in ("triton_int8_int8", "reference")]
+    monkeypatch.setattr(registry, "KERNELS", rows)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.KERNELS", rows)
+    monkeypatch.setattr(validation, "card_record", lambda device: kept)
+    monkeypatch.setattr(validation, "validate", lambda spec, device: state.validate(spec, device))
+    monkeypatch.setattr(
+        install, "cards_of", lambda torch: ([install.Card(CARD[0], "cuda", CARD[1], 24.0)] * 2, "")
+    )
+    return state
+
+
+def test_equal_cards_are_tried_once_and_the_second_run_tries_nothing(install, one_kernel, capsys):
+    install.main([])
+    first = capsys.readouterr().out
+    assert first.count("trying triton_int8_int8") == 1 and first.count("Kernels on") == 1
+    assert "auto takes triton_int8_int8" in first and "gpu 1" in first
+    install.main([])
+    assert "trying" not in capsys.readouterr().out
+
+
+def test_retest_forgets_what_was_known(install, one_kernel, kept, capsys):
+    kept.save(
+        entry("triton_int8_int8", "crashed", "the process ended while this kernel was tried on this card")
+    )
+    install.main([])
+    assert "no   the process ended while this kernel was tried" in capsys.readouterr().out
+    install.main(["--retest"])
+    out = capsys.readouterr().out
+    assert "trying triton_int8_int8" in out and "auto takes triton_int8_int8" in out
+
+
+def test_a_lost_context_ends_the_trying_with_the_command_to_go_on(install, one_kernel, capsys):
+    from comfyui_vc_attention.kernels.validation import ContextLost
+
+    def lost(spec, device):
+        raise ContextLost("testing triton_int8_int8 left the GPU unusable for this process")
+
+    one_kernel.validate = lost
+    install.main([])
+    assert f"unusable for this process. To go on: {install.this_command()}" in capsys.readouterr().out
+
+
+def test_too_little_memory_is_said_with_the_command_to_try_again(install, one_kernel, capsys):
+    one_kernel.validate = lambda spec, device: entry(
+        spec.name, "untested", "not enough free GPU memory to test it"
+    )
+    install.main([])
+    assert "not enough free GPU memory to test it. Close other programs, then:" in capsys.readouterr().out
+
+
+# Next steps: the exact command for what is missing
+
+
+def steps(install, monkeypatch, card, cuda="13.0", driver="none", nvrtc=None, triton="3.6.0", rows=()):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.driver_version", lambda: driver)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: nvrtc)
+    monkeypatch.setattr(install, "triton_version", lambda: triton)
+    version = SimpleNamespace(cuda=cuda, hip=None)
+    return install.next_steps(SimpleNamespace(version=version, __version__="2.9.1"), card, list(rows))
+
+
+def test_cpu_torch_beside_an_nvidia_card_gets_the_command_for_another_torch(install, monkeypatch):
+    (line,) = steps(install, monkeypatch, install.Card("no GPU", "cpu"), cuda=None, driver="580.65.06")
+    assert f"{sys.executable} -m pip install --force-reinstall torch" in line and "/whl/cu130" in line
+
+
+def test_old_driver_gets_its_version_and_what_to_do(install, monkeypatch):
+    (line,) = steps(install, monkeypatch, install.Card("no GPU", "cpu"), driver="470.10")
+    assert line.startswith("Update the NVIDIA driver (this is 470.10)") and install.this_command() in line
+
+
+def test_no_gpu_at_all_gets_no_advice(install, monkeypatch):
+    assert steps(install, monkeypatch, install.Card("no GPU", "cpu"), cuda=None) == []
+
+
+@pytest.mark.parametrize(
+    ("cuda", "package"), [("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc")]
+)
+def test_missing_nvrtc_gets_the_package_of_torchs_cuda(install, monkeypatch, cuda, package):
+    card = install.Card("H100", "cuda", (9, 0), 80.0)
+    (line,) = steps(install, monkeypatch, card, cuda=cuda, nvrtc="no NVRTC found")
+    assert line == f"For the CUDA kernels: {install.pip_command(package)}"
+
+
+def test_i17_old_cards_are_not_sold_what_would_not_help(install, monkeypatch):
+    card = install.Card("RTX 2080", "cuda", (7, 5), 8.0)
+    assert steps(install, monkeypatch, card, triton="not usable: x", nvrtc="no NVRTC") == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "package"),
+    [
+        ("linux", "2.9.1", "triton"),
+        ("win32", "2.9.1+cu130", '"triton-windows<3.6"'),
+        ("win32", "2.10.0", '"triton-windows<3.7"'),
+        ("win32", "2.30.0", "triton-windows"),
+    ],
+)
+def test_triton_package_fits_this_torch(install, monkeypatch, platform, version, package):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert install.triton_package(SimpleNamespace(__version__=version)) == package
+
+
+def test_i10_this_command_is_quoted_where_paths_have_spaces(install, monkeypatch):
+    monkeypatch.setattr(sys, "executable", r"D:\my AI\python_embeded\python.exe")
+    monkeypatch.setattr(install, "ROOT", Path("/custom nodes/pack"))
+    assert install.this_command("--retest") == (
+        r'"D:\my AI\python_embeded\python.exe" -s "/custom nodes/pack/install.py" --retest'
+    )
+
+
+# Dry run
+
+
+def test_dry_run_shows_and_compiles_what_another_card_would_get(install, pack_root):
+    pytest.importorskip("triton")
+    out = run(pack_root / "install.py", arguments=("--dry-run", "--arch", "sm_120"), PATH="")
+    assert "Kernels that a card, sm_120 would get, compiled here:" in out
+    assert "builds, up to" in out and "does not compile" not in out
+    assert "auto takes triton_int8_int8" in out
+
+
+def test_dry_run_on_an_unknown_card_says_why_not(install, monkeypatch):
+    lines = install.dry_run_lines(torch, install.card_of_arch("sm_75"))
+    assert all("sm_75" in line for line in lines[2:-1]) and lines[-1].endswith("takes none of them.")
+
+
+def test_what_does_not_compile_is_said(install, monkeypatch):
+    from comfyui_vc_attention.kernels import cuda_builds
+
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: None)
+    monkeypatch.setattr(cuda_builds, "builds", lambda *a: 1 / 0)
+    assert install.compiled("cuda_x", (9, 0)) == "no   does not compile: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("text", "capability"),
+    [("sm_120", (12, 0)), ("sm_90a", (9, 0)), ("8.6", (8, 6)), ("103", (10, 3)), ("sm_120f", (12, 0))],
+)
+def test_architectures_are_read_as_people_write_them(install, text, capability):
+    assert install.card_of_arch(text).capability == capability
+
+
+def test_an_architecture_that_is_none_is_refused(install):
+    with pytest.raises(argparse.ArgumentTypeError, match="must look like sm_120, got 'ampere'"):
+        install.card_of_arch("ampere")

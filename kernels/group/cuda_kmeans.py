@@ -93,6 +93,11 @@ def _load(v, padded, update):
     return load_module(SOURCE, arch, v.device, tuple(f"{name}={value}" for name, value in switches.items()))
 
 
+def shared_bytes(clusters: int) -> int:
+    """What a block of the hungriest kernel needs."""
+    return _shared_bytes(-(-clusters // 16) * 16, True)
+
+
 def _shared_bytes(padded, update):
     """Centroids at 320 bytes, half norms, counts, labels of a tile; for the update the tile itself."""
     return padded * 328 + 64 + TOKENS * 2 + (TOKENS * 272 if update else 0)

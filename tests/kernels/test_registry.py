@@ -118,7 +118,7 @@ def test_problem_of_tensors():
 
 def test_kernel_named_and_grouping_for_a_cpu():
     assert kernel_named("reference").load().attend.__module__.endswith("attend.reference")
-    assert load_grouping(torch.empty(1, 1, 2, 128)).__module__.endswith("group.reference")
+    assert load_grouping(torch.empty(1, 1, 2, 128), 8).__module__.endswith("group.reference")
 
 
 def test_kernels_that_refuse_alike_are_named_together():

@@ -92,8 +92,8 @@ def test_an_order_that_is_no_permutation_stops_it(monkeypatch):
         grouping.order[..., 0] = grouping.order[..., 1]
         return grouping
 
-    selftest_grouping = selftest.load_grouping(torch.empty(1, 1, 2, 128))
-    monkeypatch.setattr(selftest, "load_grouping", lambda v: repeats)
+    selftest_grouping = selftest.load_grouping(torch.empty(1, 1, 2, 128), 8)
+    monkeypatch.setattr(selftest, "load_grouping", lambda v, clusters: repeats)
     with pytest.raises(ArithmeticError, match="no permutation"):
         self_test(kernel("int8_int8"), CPU, MEANS)
 

@@ -1,0 +1,60 @@
+"""Every CUDA source compiles for every card it is for, with every NVRTC found here, within limits."""
+
+import pytest
+from comfyui_vc_attention.kernels.attend import cuda_build
+from comfyui_vc_attention.kernels.cubin import resources
+from comfyui_vc_attention.kernels.cuda_builds import GROUPING, builds
+from comfyui_vc_attention.kernels.registry import KERNELS
+
+CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+KB_OF_SHARED = {(8, 0): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # of a block; 99 elsewhere
+STACK_BYTES = {"assign": 64}  # spilled registers, outside of loops; of the others at most 32
+DYNAMIC = ("assign", "codes_v", "attend_e4m3", "attend_u8s8")  # launched with the build's shared memory
+FULL_BLOCKS = ("attend_e4m3", "attend_u8s8", "codes_v")  # launched with the build's threads
+NVRTCS = {f"{path.name}": path for path in reversed(cuda_build.nvrtc_paths()) if ".alt." not in path.name}
+
+
+@pytest.fixture(params=sorted(NVRTCS) or [pytest.param("", marks=pytest.mark.skip(reason="needs NVRTC"))])
+def nvrtc(request, monkeypatch):
+    """Its version, in use instead of the usual one."""
+    try:
+        library = cuda_build._load_nvrtc(NVRTCS[request.param])
+    except OSError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(cuda_build, "_nvrtc", lambda: library)
+    return tuple(int(part) for part in cuda_build.nvrtc_version().split("."))
+
+
+def rows_of(card, everything):
+    """(build, kernel, what it costs) of all builds of a card."""
+    for build in builds(card, everything=everything):
+        cubin, _ = cuda_build.compile_cubin(build.source, build.arch, build.defines)
+        for kernel, used in resources(cubin).items():
+            yield build, kernel, used
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: f"sm_{card[0]}{card[1]}")
+def test_compiles_within_limits(card, nvrtc):
+    if card in ((10, 3), (12, 1)) and nvrtc < (12, 9):
+        pytest.skip("NVRTC 12.9 was the first to know this card")
+    for build, kernel, used in rows_of(card, everything=True):
+        where = f"{build.name}: {kernel}, {used}"
+        assert used.stack_bytes <= STACK_BYTES.get(kernel, 32), where
+        shared = used.shared_bytes + (build.shared_bytes if kernel in DYNAMIC else 0)
+        # from sm_90 on a cubin's number has 1 KB that the system takes beside the limit
+        assert shared <= KB_OF_SHARED.get(card, 99) * 1024 + 1024 * (card >= (9, 0)), where
+        if kernel in FULL_BLOCKS:
+            assert used.registers * build.threads <= 65536, where
+
+
+def test_every_row_of_the_registry_has_its_builds():
+    for spec in KERNELS:
+        if spec.name.startswith("cuda"):
+            found = [build for card in CARDS for build in builds(card, spec.name) if build.kernel != GROUPING]
+            sources = {build.source.parent.parent.name for build in found}
+            assert sources == {"attend", "prepare"}, spec.name
+
+
+def test_every_source_is_built_for_some_card(pack_root):
+    sources = {path.resolve() for path in (pack_root / "kernels").glob("*/csrc/*.cu")}
+    assert {build.source for card in CARDS for build in builds(card, everything=True)} == sources
