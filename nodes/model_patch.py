@@ -17,6 +17,7 @@ from ..kernels import AttentionProblem, TokenGrouping, attend_call, group_tokens
 from ..kernels.registry import KernelSpec
 from .attention_layout import key_mask_of, like_caller, split_heads
 from .families import AttentionCall, Family
+from .head_groups import attend_by_heads, free_memory, groups_needed
 from .kernel_errors import raise_unless_recoverable
 from .patch_settings import PatchSettings
 from .run_record import GROUPING, USUAL, ErrorProbe
@@ -196,11 +197,13 @@ class AttentionOverride(Shared):
         try:
             probe = self._probe(forward, host, accepted, name, tensors)
             with run.report.record.timed(name, proof[1]):
-                prepared = self._prepare(forward, host, accepted, tensors)
-                if release is not None and proof in _proven:
-                    release()
-                    released = True
-                out, _ = attend_call(prepared)
+                out = self._by_heads(forward, host, accepted, tensors)
+                if out is None:
+                    prepared = self._prepare(forward, host, accepted, tensors)
+                    if release is not None and proof in _proven:
+                        release()
+                        released = True
+                    out, _ = attend_call(prepared)
         except Exception as error:
             raise_unless_recoverable(error, kernel.name)
             if released:
@@ -235,21 +238,30 @@ class AttentionOverride(Shared):
         # kernels take mixed dtypes, PyTorch's attention does not
         return ErrorProbe(q, k, v, host.scale) if q.dtype == k.dtype == v.dtype else None
 
+    def _by_heads(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
+        """The output, made in groups of heads; None if memory is enough for all at once."""
+        q, k, v = split_heads(*tensors(), host.heads, host.skip_reshape)
+        groups = groups_needed(q, k, free_memory(q.device))
+        if groups == 1:
+            return None
+        forward.run.report.add_head_groups(groups)
+        return attend_by_heads(
+            q, k, v, forward.run.config(), groups, **self._call(forward, host, accepted, v)
+        )
+
     def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
         """First half of the call, in a frame of its own: once it returns, nothing refers to q, k or v."""
         q, k, v = split_heads(*tensors(), host.heads, host.skip_reshape)
-        run = forward.run
-        grouping = self._grouping(forward, host, accepted, v) if forward.plan.grouping else None
-        return prepare_call(
-            q,
-            k,
-            v,
-            run.config(),
-            grouping=grouping,
-            key_mask=accepted.key_mask,
-            scale=host.scale,
-            kernel=accepted.kernel.name,
-        )
+        return prepare_call(q, k, v, forward.run.config(), **self._call(forward, host, accepted, v))
+
+    def _call(self, forward: Forward, host: HostCall, accepted: Accepted, v) -> dict[str, Any]:
+        """What a call of the kernel is given beside q, k, v and the config."""
+        return {
+            "grouping": self._grouping(forward, host, accepted, v) if forward.plan.grouping else None,
+            "key_mask": accepted.key_mask,
+            "scale": host.scale,
+            "kernel": accepted.kernel.name,
+        }
 
     def _grouping(self, forward: Forward, host: HostCall, accepted: Accepted, v) -> TokenGrouping:
         run, mask = forward.run, accepted.key_mask

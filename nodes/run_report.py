@@ -41,6 +41,7 @@ class RunReport:
         self.grouped_steps: set[int] = set()
         self.tokens = 0  # longest sequence taken
         self.state_bytes = 0  # most that groupings held at once
+        self.head_groups = 1  # most groups of heads that a call was split into, because memory was short
         self.failures: dict[str, str] = {}  # kernel -> what it raised
         self.overwritten_by: str | None = None
         self.stopped = False  # by the user or by an error, before the last step
@@ -66,6 +67,10 @@ class RunReport:
         with self._lock:
             self.groupings_made += made
             self.state_bytes = max(self.state_bytes, held_bytes)
+
+    def add_head_groups(self, groups: int) -> None:
+        with self._lock:
+            self.head_groups = max(self.head_groups, groups)
 
     def add_failure(self, kernel: str, message: str) -> bool:
         """Whether this kernel fails for the first time in this run."""
@@ -126,6 +131,8 @@ class RunReport:
                 )
             else:
                 parts.append("no step inside the grouping window")
+        if self.head_groups > 1:
+            parts.append(f"memory was short: calls in up to {self.head_groups} groups of heads")
         parts += [f"{kernel} failed: {message}" for kernel, message in self.failures.items()]
         return "; ".join(parts)
 

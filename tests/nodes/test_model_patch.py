@@ -674,3 +674,27 @@ def test_l06_no_module_of_comfyui_is_written(pack_root):
         assert "wrap_attn" not in text and "functools.wraps" not in text
         # WanVideoWrapper is not ComfyUI, and its attention asks nobody
         assert "register_forward" not in text or source.name == "wan_video_patch.py"
+
+
+@pytest.mark.parametrize("kind", ["tensors", "boxes"])
+def test_short_memory_splits_a_call_into_head_groups(patched, monkeypatch, caplog, kind):
+    """The result is the same, boxes are emptied, the orders are those of all heads, and the log says so."""
+    caplog.set_level(logging.INFO, "vc_attention")
+    qkv = [t.unflatten(-1, (2, 128)).transpose(1, 2) for t in wan_call()]
+    whole = [out for out, _ in one_call(patched(), qkv=qkv, skip_reshape=True)]
+    monkeypatch.setattr(model_patch, "groups_needed", lambda q, k, free: 2)
+    if kind == "tensors":
+        split = [out for out, _ in one_call(patched(), qkv=qkv, skip_reshape=True)]
+    else:
+        taken = []
+
+        def forward(options):
+            out, emptied = boxed(in_block(options), qkv, skip_reshape=True)
+            taken.append(emptied)
+            return out
+
+        split = patched().sample([1.0, 0.5, 0.0], forward, (((1, 0), 40),))
+        assert taken == [[True] * 3] * 2
+    for one, other in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert "memory was short: calls in up to 2 groups of heads" in summary(caplog)
