@@ -29,7 +29,10 @@ def groups_needed(q, k, free: int | None) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that PyTorch can still allocate on a GPU, as ComfyUI counts them; None elsewhere."""
+    """Bytes that PyTorch can still allocate on a GPU, as ComfyUI counts them; None elsewhere.
+
+    Weights that ComfyUI holds there and could page out count as used.
+    """
     management = sys.modules.get("comfy.model_management")
     if device.type != "cuda" or management is None:
         return None

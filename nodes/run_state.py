@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 from ..kernels import AttentionProblem, Choice, TokenGrouping, choose_kernel
+from ..kernels.group.labels import labels_from_order, order_from_labels
 from .families import Family, ForwardNotes, Layer
+from .head_groups import free_memory
 from .patch_settings import PatchSettings
 from .run_report import RunReport
 from .step_schedule import StepPlan, StepSchedule, regroup_due
+
+SHORT_OF_MEMORY = 4 * 2**30  # chosen: about three times the orders of the longest clip
 
 
 def conditions(options: Mapping[str, Any]) -> list[Hashable]:
@@ -34,9 +38,23 @@ def context_window(options: Mapping[str, Any]) -> Hashable:
 
 @dataclass
 class _Kept:
-    grouping: TokenGrouping
+    listed: torch.Tensor  # the order int32 [B, H, Lk], or uint8 labels that give it back
+    centroids: torch.Tensor
     step: int  # at which the order was made
     used: int  # last step that used it
+
+    @classmethod
+    def of(cls, grouping: TokenGrouping, step: int) -> "_Kept":
+        """As labels, a quarter of the bytes, where memory is short: the order is sorted anew in each call."""
+        free = free_memory(grouping.order.device)
+        short = free is not None and free < SHORT_OF_MEMORY
+        listed = labels_from_order(grouping.order) if short else grouping.order
+        return cls(listed, grouping.centroids, step, step)
+
+    @property
+    def grouping(self) -> TokenGrouping:
+        as_labels = self.listed.dtype == torch.uint8
+        return TokenGrouping(order_from_labels(self.listed) if as_labels else self.listed, self.centroids)
 
 
 class GroupingStore:
@@ -69,12 +87,15 @@ class GroupingStore:
             rows = slice(number * size, (number + 1) * size)
             kept = self._kept.get(key)
             if kept is None or regroup_due(kept.step, step, every):
-                kept = _Kept(make(v[rows], kept and kept.grouping, rows), step, step)
+                previous = None if kept is None else TokenGrouping(None, kept.centroids)
+                grouping = make(v[rows], previous, rows)
+                kept = _Kept.of(grouping, step)
                 made += 1
                 with self._lock:
                     self._kept[key] = kept
-            kept.used = step
-            parts.append(kept.grouping)
+            else:
+                kept.used, grouping = step, kept.grouping
+            parts.append(grouping)
         if len(parts) == 1:
             return parts[0], made
         # centroids only start the next grouping, and that happens part by part
@@ -92,15 +113,13 @@ class GroupingStore:
             self._kept = {
                 key: kept
                 for key, kept in self._kept.items()
-                if device is not None and kept.grouping.order.device != device
+                if device is not None and kept.listed.device != device
             }
 
     @property
     def held_bytes(self) -> int:
         with self._lock:
-            tensors = [
-                t for kept in self._kept.values() for t in (kept.grouping.order, kept.grouping.centroids)
-            ]
+            tensors = [t for kept in self._kept.values() for t in (kept.listed, kept.centroids)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def __len__(self) -> int:

@@ -1,5 +1,6 @@
 import torch
 from comfyui_vc_attention.kernels import AttentionProblem, VCConfig, group_tokens
+from comfyui_vc_attention.nodes import run_state
 from comfyui_vc_attention.nodes.families import FAMILIES, Layer
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.run_state import Forward, GroupingStore, Run, conditions, context_window
@@ -55,7 +56,7 @@ def test_orders_are_reused_then_made_again_from_where_they_were():
         again, made, _ = grouped(store, v, ["cond"], step)
         assert made == 0 and again.order is first.order
     _, made, previous = grouped(store, v, ["cond"], step=4)
-    assert made == 1 and previous[0] is first
+    assert made == 1 and previous[0].centroids is first.centroids
 
 
 def test_layers_conditions_and_batch_sizes_never_mix():
@@ -148,3 +149,22 @@ def test_context_window_is_its_frames():
     window = type("Window", (), {"index_list": [0, 1, 5]})()
     assert context_window({"context_window": window}) == (0, 1, 5)
     assert context_window({}) is None
+
+
+def test_short_of_memory_orders_are_kept_in_a_byte_a_key(monkeypatch):
+    """The same orders for a quarter of the bytes, warm starts included."""
+
+    def made(free):
+        monkeypatch.setattr(run_state, "free_memory", lambda device: free)
+        store, orders = GroupingStore(), []
+        for step in range(6):
+            make = lambda rows_v, previous, rows: group_tokens(rows_v, 4, previous)  # noqa: E731
+            v = values() + 0.1 * step
+            orders.append(store.grouping("layer", ["uncond", "cond"], v, make, step, 4)[0].order)
+        return orders, store.held_bytes
+
+    plenty, plenty_bytes = made(None)
+    short, short_bytes = made(run_state.SHORT_OF_MEMORY - 1)
+    assert all(torch.equal(one, other) for one, other in zip(plenty, short, strict=True))
+    keys = plenty[0].numel()
+    assert plenty_bytes - short_bytes == 3 * keys
