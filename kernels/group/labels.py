@@ -1,7 +1,7 @@
 """A token order in one byte a key, for callers that keep orders over many denoising steps.
 
 An order lists its keys cluster by cluster, ascending inside each. So a cluster ends where a token number
-falls, and where none falls two clusters are one to the order. The number of a key's ascending run is its label.
+falls, and where none falls two clusters are one to the order. A key's label is the number of its run.
 """
 
 import torch
