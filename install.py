@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACK_NAME = "comfyui_vc_attention"
+UNSEEN = ((10, 0), (10, 3))  # kernels compile for these cards, and nobody has told of a test on one
+EXPERIMENTAL = "; experimental: compiled for such cards, never run on one"
 TOKENS, HEAD_DIM = 32_768, 128  # of the attention call that the table is about: a video model's
 
 # Python puts a script's folder first; there our nodes/ and kernels/ would shadow other people's modules.
@@ -76,7 +78,7 @@ def cards_of(torch) -> tuple[list[Card], str]:
 def triton_version() -> str:
     try:
         import triton
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of it does not load
         return f"not usable: {error}"
     return triton.__version__
 
@@ -193,7 +195,7 @@ def nvrtc_package(torch) -> str:
     return "nvidia-cuda-nvrtc-cu12" if (torch.version.cuda or "").startswith("12") else "nvidia-cuda-nvrtc"
 
 
-def next_steps(torch, card: Card, rows: list[tuple[str, str]]) -> list[str]:
+def next_steps(torch, card: Card, failed: bool) -> list[str]:
     """Commands that mend what keeps kernels from running, each with this Python's full path."""
     from comfyui_vc_attention.kernels.attend.cuda_build import driver_version, why_no_build
 
@@ -211,7 +213,7 @@ def next_steps(torch, card: Card, rows: list[tuple[str, str]]) -> list[str]:
             steps.append(f"For the Triton kernels: {pip_command(triton_package(torch))}")
         if why_no_build():
             steps.append(f"For the CUDA kernels: {pip_command(nvrtc_package(torch))}")
-        if any("this card" in reason for _, reason in rows):
+        if failed:
             steps.append(f"To test again what failed: {this_command('--retest')}")
     return steps
 
@@ -246,16 +248,18 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
     from comfyui_vc_attention.kernels.device_record import known
 
     rows, automatic = kernel_rows(torch, card)
+    entries = {name: known(problem_on(torch, card), name) for name, _ in rows}
+    failed = any(entry is not None and entry.why_not for entry in entries.values())
     lines = ["", f"Kernels on {card}:" if card.device_type != "cpu" else "Kernels without a GPU:"]
     width = max(len(name) for name, _ in rows)
     for name, reason in rows:
-        entry = known(problem_on(torch, card), name)
+        entry = entries[name]
         if reason:
             verdict = f"no   {reason}"
         elif name == "reference":
             verdict = "yes  slowly: for tests"
         else:
-            verdict = f"yes  {measured(entry)}".rstrip()
+            verdict = f"yes  {measured(entry, card)}"
         lines.append(f"  {name:{width}}  {verdict}")
         if details and entry:
             lines += [f"  {'':{width}}  - {text}" for text in (*entry.checks, *speeds(entry))]
@@ -263,13 +267,13 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
         lines.append(f"The node's auto takes {automatic}.")
     else:
         lines.append("The node loads and leaves every model as it is: no fast kernel can run here.")
-    return lines + ([] if details else next_steps(torch, card, rows))
+    return lines + ([] if details else next_steps(torch, card, failed))
 
 
-def measured(entry) -> str:
+def measured(entry, card: Card) -> str:
     """What the test on this card found, in a few words."""
     if entry is None:
-        return "not tested on a card"
+        return "not tested yet" + (EXPERIMENTAL if card.capability in UNSEEN else "")
     if not entry.speeds:
         return "tested on this card, not timed"
     last = entry.speeds[-1]
@@ -304,6 +308,8 @@ def dry_run_lines(torch, card: Card) -> list[str]:
     for name, reason in rows:
         if name != "reference":
             verdict = f"no   {reason}" if reason else compiled(name, card.capability)
+            if not reason and card.capability in UNSEEN:
+                verdict += EXPERIMENTAL
             lines.append(f"  {name:{width}}  {verdict}")
     lines.append(f"Without a test on such a card, the node's auto takes {automatic or 'none of them'}.")
     return lines

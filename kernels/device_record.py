@@ -184,7 +184,7 @@ def surroundings() -> tuple[tuple[str, str], ...]:
         nvrtc = "none"
     try:
         from triton import __version__ as triton
-    except ImportError:
+    except (ImportError, OSError):
         triton = "none"
     versions = {"driver": driver_version(), "torch": torch.__version__, "triton": triton, "nvrtc": nvrtc}
     return (*versions.items(), ("sources", source_hash()))

@@ -103,7 +103,7 @@ def _hopper_refuses(problem: AttentionProblem) -> str | None:
 def _triton_missing() -> str | None:
     try:
         import triton  # noqa: F401
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of it does not load
         return f"needs Triton ({error})"
     return None
 

@@ -323,12 +323,12 @@ def test_too_little_memory_is_said_with_the_command_to_try_again(install, one_ke
 # Next steps: the exact command for what is missing
 
 
-def steps(install, monkeypatch, card, cuda="13.0", driver="none", nvrtc=None, triton="3.6.0", rows=()):
+def steps(install, monkeypatch, card, cuda="13.0", driver="none", nvrtc=None, triton="3.6.0", failed=False):
     monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.driver_version", lambda: driver)
     monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: nvrtc)
     monkeypatch.setattr(install, "triton_version", lambda: triton)
     version = SimpleNamespace(cuda=cuda, hip=None)
-    return install.next_steps(SimpleNamespace(version=version, __version__="2.9.1"), card, list(rows))
+    return install.next_steps(SimpleNamespace(version=version, __version__="2.9.1"), card, failed)
 
 
 def test_cpu_torch_beside_an_nvidia_card_gets_the_command_for_another_torch(install, monkeypatch):

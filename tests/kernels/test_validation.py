@@ -28,6 +28,9 @@ CASES = (Case("plain", (1, 1, 40, 128), 40, means=False),)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(device_record, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(device_record, "_memory", {})
+    monkeypatch.setattr(
+        device_record, "surroundings", lambda: (("torch", "any"),)
+    )  # of the other process, too
     return tmp_path
 
 
@@ -88,6 +91,7 @@ from comfyui_vc_attention.kernels import device_record, validation
 from comfyui_vc_attention.kernels.registry import KernelSpec, Stages, kernel_named
 from pathlib import Path
 device_record.cache_folder = lambda: Path({cache!r})
+device_record.surroundings = lambda: (("torch", "any"),)
 spec = KernelSpec("tried", ("int8_int8",), lambda: Stages(lambda *a, **o: os._exit(9), None), lambda p: None)
 validation.validate(spec, "cpu")
 """
@@ -152,3 +156,8 @@ def test_a_user_who_cancels_leaves_nothing_behind():
 
 def raising_now():
     raise Cancelled
+
+
+def test_i01_i17_without_a_c_compiler_a_triton_kernel_is_off_with_the_reason():
+    error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+    assert "Failed to find C compiler" in try_it(kernel(raising(error))).reason
