@@ -11,19 +11,19 @@ from . import measures
 from .captured import captured_samples
 from .methods import all_methods
 from .samples import MADE_KINDS, made_sample
-from .structured import TARGET_RATIOS, TARGET_SHARES, TARGET_VALUE_MSE, value_mse
+from .structured import CALIBRATION_GRID, TARGET_RATIOS, TARGET_SHARES, TARGET_VALUE_MSE, value_mse
 from .tables import Table
 
 PAPER_ORDERS = {"sequence": (0.08, 1.81), "cube": (0.12, 1.74), "grouped": (0.36, 1.28), "warm": (None, 1.28),
                 "balanced": (None, 1.17)}  # fmt: skip
-CLUSTERS, ITERATIONS = (16, 32, 64, 128, 256), (1, 2, 4, 6, 10)
+CLUSTERS, ITERATIONS = (4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 6, 10)
 
 
 @dataclass
 class Sizes:
     heads: int = 4
-    grid: tuple = (16, 32, 64)
-    rows: int = 512
+    grid: tuple = CALIBRATION_GRID
+    rows: int = 256
     steps: tuple = (1, 4, 9)
     blocks: tuple = (0, 2, 5)
     kinds: tuple = MADE_KINDS
@@ -122,7 +122,8 @@ def order_table(sample):
     frames, rows, columns = sample.grid
     table.notes.append(
         f"{sample.name}, {sample.v.shape[1]} heads of {frames} x {rows} x {columns} tokens; calibrated at "
-        f"16 x 32 x 32, targets {TARGET_SHARES}, {TARGET_VALUE_MSE}, predicted {TARGET_RATIOS}."
+        f"{' x '.join(map(str, CALIBRATION_GRID))}, targets {TARGET_SHARES}, {TARGET_VALUE_MSE}, "
+        f"predicted {TARGET_RATIOS}."
     )
     return table
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from comfyui_vc_attention.kernels.formats import tile_count
 from comfyui_vc_attention.kernels.testing import sample_qkv
 
 from . import orders
@@ -10,7 +11,8 @@ from .structured import structured_qkv
 
 DRIFT = 0.1  # energy share of the noise that changes between the steps of a warm start (chosen)
 MADE_KINDS = (
-    *("gauss", "structured", "structured, outlier tokens", "structured, K channels x10"),
+    *("gauss", "structured", "structured, attention by content"),
+    *("structured, outlier tokens", "structured, K channels x10"),
     *("structured, K channels x50, small Q", "structured, logits x4"),
 )
 QUERY_BLOCK = 128  # rows are taken in such blocks: published recipes share scales and means in them
@@ -42,13 +44,20 @@ class Sample:
             return orders.static_cube(self.grid, self.v.shape[1], self.v.device)
         if name == "grouped":
             return orders.kmeans(self.v, self.clusters)
+        if name == "capped":
+            return orders.kmeans(self.v, self.capped_clusters)
         if name == "warm":
             if self.earlier is None:
                 raise ValueError(f"{self.name} has no earlier values to start from")
             return orders.kmeans_warm(self.v, self.earlier, self.clusters)
         if name == "balanced":
             return orders.balanced_kmeans(self.v)
-        raise ValueError(f"order must be sequence, cube, grouped, warm or balanced, got {name!r}")
+        raise ValueError(f"order must be sequence, cube, grouped, capped, warm or balanced, got {name!r}")
+
+    @property
+    def capped_clusters(self):
+        """Clusters, but no more than two for three tiles: more could not have a tile each."""
+        return max(1, min(self.clusters, 2 * tile_count(self.v.shape[2]) // 3))
 
     def rows(self, count):
         """q in blocks of 128 consecutive rows spread over the sequence: (q [1, H, M, D], row numbers)."""
@@ -65,9 +74,10 @@ class Sample:
 def made_sample(kind, heads, grid, device="cpu", seed=0, dtype=torch.bfloat16):
     """A Sample of one of MADE_KINDS.
 
-    gauss: N(0, 1) with a constant offset per K channel. structured: structured.py. outlier tokens: 1% of the
-    tokens spike tenfold in 5% of their channels. K channels: 4 channels of K x10 where Q is x0.3, or x50
-    where Q is x0.02. logits x4: Q four times as large, so that few keys get all the weight.
+    gauss: N(0, 1) with a constant offset per K channel. structured: structured.py, attention to the
+    surroundings; attention by content: also to the same contents. outlier tokens: 1% of the tokens spike
+    tenfold in 5% of their channels. K channels: 4 channels of K x10 where Q is x0.3, or x50 where Q is x0.02.
+    logits x4: Q four times as large, so that few keys get all the weight.
     """
     tokens = grid[0] * grid[1] * grid[2]
     if kind == "gauss":
@@ -78,7 +88,8 @@ def made_sample(kind, heads, grid, device="cpu", seed=0, dtype=torch.bfloat16):
         return Sample(kind, *made, grid)
     if kind not in MADE_KINDS:
         raise ValueError(f"kind must be one of {', '.join(MADE_KINDS)}, got {kind!r}")
-    q, k, v = structured_qkv(heads, grid, device=device, seed=seed)
+    by_content = "by content" in kind
+    q, k, v = structured_qkv(heads, grid, device=device, seed=seed, by_content=by_content)
     earlier = structured_qkv(heads, grid, device=device, seed=seed, drift=DRIFT)[2]
     if "outlier tokens" in kind:
         generator = torch.Generator(device).manual_seed(seed + 2)

@@ -23,7 +23,7 @@ TARGET_RATIOS = {"cube": 0.961, "grouped": 0.707}  # Table 1 over its first row;
 FIELDS = 16  # smooth fields that share a head's channels (chosen)
 FIELD_LENGTHS = (1.5, 3.0, 3.0)  # spread of a field in frames, rows, columns (chosen)
 CONTENTS = 64  # contents that recur in the clip (chosen)
-CALIBRATION_GRID, CALIBRATION_HEADS = (16, 32, 32), 2
+CALIBRATION_GRID, CALIBRATION_HEADS = (21, 45, 80), 2  # Wan2.2 at 720p, the paper's tensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shares:
         return 1.0 - self.constant - self.field - self.content
 
 
-CALIBRATED = Shares(constant=0.0262, field=0.1352, content=0.4660, scale=0.5298)
+CALIBRATED = Shares(constant=0.035, field=0.165, content=0.36, scale=0.53)
 
 
 def smooth_fields(heads, grid, generator, device):
@@ -58,12 +58,15 @@ def smooth_fields(heads, grid, generator, device):
     return x.unflatten(0, (heads, FIELDS)).transpose(1, 2)
 
 
-def structured_qkv(heads, grid, shares=CALIBRATED, head_dim=128, device="cpu", seed=0, drift=0.0):
+def structured_qkv(
+    heads, grid, shares=CALIBRATED, head_dim=128, device="cpu", seed=0, drift=0.0, by_content=False
+):
     """q, k, v [1, heads, L, head_dim] in float32, L the tokens of grid (frames, rows, columns).
 
-    Queries and keys see the same fields, so that a query attends to tokens like it; keys have a constant
-    offset per channel. drift: energy share of v's noise that is drawn anew, as if at a neighbouring
-    denoising step; all else depends on the seed alone.
+    Queries and keys see the same fields, so that a query attends to its surroundings; with by_content they
+    see the contents, too, and attend to tokens of the same content wherever they are. v is the same either
+    way. Keys have a constant offset per channel. drift: energy share of v's noise that is drawn anew, as if
+    at a neighbouring denoising step; all else depends on the seed alone.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = grid[0] * grid[1] * grid[2]
@@ -77,6 +80,10 @@ def structured_qkv(heads, grid, shares=CALIBRATED, head_dim=128, device="cpu", s
     contents = normal(heads, CONTENTS, head_dim)
     constant = normal(heads, 1, head_dim)
     seen = fields @ to_scores
+    if by_content:
+        apart = torch.Generator(device).manual_seed(seed + 1_000_003)
+        looks = torch.randn(heads, CONTENTS, head_dim, device=device, generator=apart)
+        seen = 0.5**0.5 * (seen + looks.gather(1, labels[..., None].expand(-1, -1, head_dim)))
     q = 0.5**0.5 * (seen + normal(heads, tokens, head_dim))
     k = 0.5**0.5 * (seen + normal(heads, tokens, head_dim)) + 2 * normal(heads, 1, head_dim)
     noise = normal(heads, tokens, head_dim)
