@@ -79,10 +79,9 @@ def sample(
     positive, negative = conditioning(kind, text_tokens, padded=padded)
     image = empty_latent(kind, batch, size) if latent is None else latent
     with torch.inference_mode():
+        noise = comfy.sample.prepare_noise(image, seed)
         if more.get("disable_noise"):
-            noise = torch.zeros_like(image)
-        else:
-            noise = comfy.sample.prepare_noise(image, seed)
+            noise = noise * 0
         return comfy.sample.sample(
             model, noise, steps, cfg, sampler, scheduler, positive, negative, image,
             seed=seed, disable_pbar=True, callback=callback, **more,
