@@ -259,7 +259,8 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
         elif name == "reference":
             verdict = "yes  slowly: for tests"
         else:
-            verdict = f"yes  {measured(entry, card)}"
+            untested = "not tested yet" + (EXPERIMENTAL if card.capability in UNSEEN else "")
+            verdict = f"yes  {entry.summary if entry else untested}"
         lines.append(f"  {name:{width}}  {verdict}")
         if details and entry:
             lines += [f"  {'':{width}}  - {text}" for text in (*entry.checks, *speeds(entry))]
@@ -268,20 +269,6 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
     else:
         lines.append("The node loads and leaves every model as it is: no fast kernel can run here.")
     return lines + ([] if details else next_steps(torch, card, failed))
-
-
-def measured(entry, card: Card) -> str:
-    """What the test on this card found, in a few words."""
-    if entry is None:
-        return "not tested yet" + (EXPERIMENTAL if card.capability in UNSEEN else "")
-    if not entry.speeds:
-        return "tested on this card, not timed"
-    last = entry.speeds[-1]
-    text = f"tested on this card; {last.pytorch / last.ours:.2f}x PyTorch"
-    if last.comfy_kitchen:
-        text += f", {last.comfy_kitchen / last.ours:.2f}x comfy-kitchen INT8"
-    since = f"faster from {entry.min_tokens:,} on" if entry.min_tokens else "so auto leaves it"
-    return f"{text} at {last.tokens:,} tokens; {since}"
 
 
 def speeds(entry) -> list[str]:

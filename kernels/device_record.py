@@ -69,6 +69,20 @@ class Entry:
             return f"slower than PyTorch's attention on this card ({ratio:.2f}x at {longest.tokens:,} tokens)"
         return self.why_not
 
+    @property
+    def summary(self) -> str:
+        """What is known, in a few words."""
+        if self.state != PASSED:
+            return self.reason
+        if not self.speeds:
+            return "tested on this card, not timed"
+        last = self.speeds[-1]
+        text = f"tested on this card; {last.pytorch / last.ours:.2f}x PyTorch"
+        if last.comfy_kitchen:
+            text += f", {last.comfy_kitchen / last.ours:.2f}x comfy-kitchen INT8"
+        since = f"faster from {self.min_tokens:,} on" if self.min_tokens else "so auto leaves it"
+        return f"{text} at {last.tokens:,} tokens; {since}"
+
 
 @dataclass(frozen=True)
 class CardRecord:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ..kernels import KERNELS
+from ..kernels.device_record import record_of
 from .run_record import GROUPING, USUAL
 from .run_report import RunReport
 
@@ -47,6 +49,15 @@ def machine_line() -> str:
         card = f"{torch.cuda.get_device_name()} sm_{major}{minor}"
     versions = f"torch {torch.__version__}, ComfyUI {comfyui_version()}"
     return f"VC-Attention {pack_version()}: {card}, {versions}"
+
+
+def record_lines() -> list[str]:
+    """What the self-tests on this card found: why auto takes the kernel it takes."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return []
+    record = record_of(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    entries = record.entries(spec.name for spec in KERNELS)
+    return [f"  {name}: {entry.summary}" for name, entry in entries.items()]
 
 
 def settings_line(report: RunReport) -> str:
@@ -122,7 +133,7 @@ def run_lines(report: RunReport) -> list[str]:
 
 def report_text(reports: Sequence[RunReport]) -> str:
     """What the copy button and the report node give."""
-    lines = [machine_line()]
+    lines = [machine_line(), *record_lines()]
     for report in reports:
         lines += run_lines(report)
     return without_paths("\n".join(lines))

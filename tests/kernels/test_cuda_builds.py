@@ -58,3 +58,14 @@ def test_every_row_of_the_registry_has_its_builds():
 def test_every_source_is_built_for_some_card(pack_root):
     sources = {path.resolve() for path in (pack_root / "kernels").glob("*/csrc/*.cu")}
     assert {build.source for card in CARDS for build in builds(card, everything=True)} == sources
+
+
+def test_the_recorded_table_knows_every_build(pack_root):
+    table = (pack_root / "tests" / "data" / "compile_matrix.csv").read_text(encoding="utf-8").splitlines()
+    recorded = {tuple(row.split(",")[1:3]) for row in table[1:]}
+    for card in CARDS:
+        for build in builds(card, everything=True):
+            kernels = {name for name, arch in recorded if arch == build.arch}
+            assert any(name.startswith(f"{build.source.stem} ") for name in kernels), (
+                f"{build.source.name} for {build.arch}: run tests/kernels/compile_matrix.py"
+            )

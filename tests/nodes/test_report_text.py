@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from comfyui_vc_attention.kernels import VCConfig
+import torch
+from comfyui_vc_attention.kernels import VCConfig, device_record
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.report_text import pack_version, report_text, without_paths
 from comfyui_vc_attention.nodes.run_report import RunReport
@@ -62,3 +63,19 @@ def test_failures_are_cleaned_too(report):
     report.add_failure("triton", "no such file: /home/ann/.triton/cache/x.so")
     text = report_text([report])
     assert "ann" not in text.split("! ")[1].splitlines()[0] and "x.so" in text
+
+
+def test_the_report_says_what_the_self_test_on_this_card_found(finished_report, tmp_path, monkeypatch):
+    card = ("NVIDIA GeForce RTX 4090", (8, 9))
+    monkeypatch.setattr(device_record, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_record, "_memory", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: card[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: card[1])
+    speeds = [device_record.Speed(32768, 10.0, 25.0, 12.0)]
+    record = device_record.record_of(*card)
+    record.save(device_record.Entry("triton_int8_int8", "passed", speeds=speeds, min_tokens=4096))
+    record.save(device_record.Entry("triton_int8_fp8", "failed", "failed its self-test on this card"))
+    text = report_text([finished_report])
+    assert "triton_int8_int8: tested on this card; 2.50x PyTorch, 1.20x comfy-kitchen INT8" in text
+    assert "triton_int8_fp8: failed its self-test on this card" in text
