@@ -12,7 +12,10 @@ import torch
 pytestmark = pytest.mark.comfyui
 
 # kind -> attention calls per forward that are video self-attention, and that are not
-CALLS = {"t2v": (3, 3), "hunyuan": (4, 2), "hunyuan15": (3, 2), "h3": (3, 0)}
+CALLS = {
+    **{"t2v": (3, 3), "i2v": (3, 6), "vace": (6, 6)},
+    **{"hunyuan": (4, 2), "hunyuan15": (3, 2), "h3": (3, 0)},
+}
 FORWARDS = {"h3": 2}  # per evaluation: ComfyUI never batches its conditions
 BLOCKS = CALLS["t2v"][0]
 PSNR_LIMIT = 40.0

@@ -132,6 +132,7 @@ def test_an_interrupt_goes_through_and_frees_everything(load_tiny, patch, sampli
     )
 
 
+@pytest.mark.parametrize("kind", ["t2v", *TAKEN])
 def test_short_memory_changes_no_bit_of_a_clip(load_tiny, patch, sampling, kind, monkeypatch):
     """Head groups and orders kept as labels, as a full GPU would have them."""
     from comfyui_vc_attention.nodes import model_patch, run_state
