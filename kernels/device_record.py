@@ -196,12 +196,19 @@ def surroundings() -> tuple[tuple[str, str], ...]:
         nvrtc = nvrtc_version()
     except CudaBuildError:
         nvrtc = "none"
-    try:
-        from triton import __version__ as triton
-    except (ImportError, OSError):
-        triton = "none"
-    versions = {"driver": driver_version(), "torch": torch.__version__, "triton": triton, "nvrtc": nvrtc}
+    versions = {"driver": driver_version(), "torch": torch.__version__, "triton": _triton(), "nvrtc": nvrtc}
     return (*versions.items(), ("sources", source_hash()))
+
+
+def _triton() -> str:
+    """The installed Triton; by its folder's name where possible, since importing it takes 0.25 s."""
+    for folder in sorted(Path(torch.__file__).resolve().parents[1].glob("*triton*-*.dist-info")):
+        return folder.name.removesuffix(".dist-info")
+    try:
+        from triton import __version__
+    except (ImportError, OSError):
+        return "none"
+    return __version__
 
 
 @functools.cache

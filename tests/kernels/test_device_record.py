@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import replace
 
 import pytest
@@ -254,3 +255,30 @@ def test_two_cards_have_two_records(with_triton):
     write("cuda_int8_fp8_sm90", FAILED, "no")
     other = replace(PROBLEM, device_name="NVIDIA H100 PCIe")
     assert choose_kernel(other).kernel.name == "cuda_int8_fp8_sm90"
+
+
+def test_the_installed_triton_is_named_without_importing_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    for folder in ("triton_windows-3.5.0.post21.dist-info", "torch-2.9.1.dist-info"):
+        (tmp_path / folder).mkdir()
+    assert device_record._triton() == "triton_windows-3.5.0.post21"
+    (tmp_path / "triton_windows-3.5.0.post21.dist-info").rmdir()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert device_record._triton() == "none"
+
+
+def test_marks_on_windows_are_locked_by_their_first_byte(monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def locking(number, mode, count):
+        assert (mode, count) == ("LK_NBLCK", 1)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    msvcrt = types.ModuleType("msvcrt")
+    msvcrt.LK_NBLCK, msvcrt.locking = "LK_NBLCK", locking
+    monkeypatch.setitem(sys.modules, "msvcrt", msvcrt)
+    monkeypatch.setattr(device_record, "WINDOWS", True)
+    test_a_mark_lies_there_only_while_a_kernel_is_tried()
+    with record_of(*CARD).trying("k"):
+        assert record_of(*CARD).entry("k") is None
+        assert (record_of(*CARD).folder / "k.testing").exists()
