@@ -2,7 +2,7 @@
 
 from .structured import CALIBRATED, TARGET_RATIOS, TARGET_SHARES, TARGET_VALUE_MSE, calibrate, observed
 
-GRIDS = ((16, 32, 32), (8, 16, 16), (4, 16, 32), (21, 30, 52), (13, 40, 48))
+GRIDS = ((16, 32, 64), (21, 30, 52), (16, 32, 32), (8, 16, 16))
 
 
 def line(found, errors):

@@ -40,7 +40,7 @@ class Shares:
         return 1.0 - self.constant - self.field - self.content
 
 
-CALIBRATED = Shares(constant=0.035, field=0.165, content=0.36, scale=0.53)
+CALIBRATED = Shares(constant=0.0645, field=0.1213, content=0.3160, scale=0.5362)
 
 
 def smooth_fields(heads, grid, generator, device):

@@ -42,6 +42,13 @@ def test_same_seed_same_tensors_and_drift_moves_only_v():
     assert 0.01 < change < 0.1
 
 
+def test_attention_by_content_moves_only_q_and_k():
+    first = structured_qkv(1, (2, 8, 8), seed=3)
+    other = structured_qkv(1, (2, 8, 8), seed=3, by_content=True)
+    assert first[2].equal(other[2]) and not first[0].equal(other[0])
+    assert 0.8 < other[0].std() / first[0].std() < 1.2
+
+
 def test_fields_are_smooth_and_of_unit_variance():
     x = smooth_fields(2, (4, 16, 16), torch.Generator().manual_seed(0), "cpu")
     assert x.shape == (2, 1024, FIELDS)
