@@ -55,6 +55,12 @@ def patch_model(model, settings, explicit: bool):
         name = type(diffusion_model).__name__
         say(f"{name} is not a model of WanVideoWrapper; it passes through unchanged", settings.node_id)
         return remove_wan_video_patch(model) or model
+    if (getattr(model.model, "pipeline", {}).get("compile_args") or {}).get("fullgraph"):
+        reason = "fullgraph is on in WanVideo Torch Compile Settings, and the patch stands outside the graph"
+        if explicit:
+            raise ValueError(f"VC-Attention cannot run here: {reason}")
+        say(f"not active, output is unchanged: {reason}", settings.node_id)
+        return remove_wan_video_patch(model) or model
     device = torch.device(model.load_device)
     problem = problem_on(device, model.model["base_dtype"], settings.config)
     ready = ready_settings(problem, device, settings, explicit)

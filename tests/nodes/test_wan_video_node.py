@@ -55,3 +55,15 @@ def test_n22_another_model_passes_with_one_line(wan_video, caplog):
     base = wan_video.make_patcher()
     base.model.diffusion_model = base.model.diffusion_model.blocks[0]
     assert run_node(base) is base and "Block is not a model of WanVideoWrapper" in caplog.messages[-1]
+
+
+def test_a_full_graph_is_not_broken(wan_video, caplog):
+    """A compiled block that must be one graph would raise in the first step."""
+    caplog.set_level(logging.INFO, "vc_attention")
+    base = wan_video.make_patcher()
+    base.model.pipeline["compile_args"] = {"fullgraph": True}
+    assert VCAttentionPatchWanVideo.execute(base).args[0] is base and "fullgraph is on" in caplog.messages[-1]
+    with pytest.raises(ValueError, match="fullgraph is on"):
+        run_node(base)
+    base.model.pipeline["compile_args"] = {"fullgraph": False}
+    assert HANDLE in options(run_node(base))

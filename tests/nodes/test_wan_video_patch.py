@@ -273,3 +273,14 @@ def test_x05_a_compiled_block_keeps_moving(wan_video, patched):
     report = report_of(model)
     assert report.taken == 8 and report.grouped_steps == {0, 1}
     assert len(wan_video.sample(base, steps=2, cfg=False).exact) == 2
+
+
+def test_a_compiled_network_keeps_moving(wan_video, patched):
+    """The wrapper can compile the whole network instead of its blocks."""
+    base = wan_video.make_patcher(blocks=1)
+    model = patched(base)
+    network = base.model.diffusion_model
+    compiled = torch.compile(network, backend="eager")
+    run = wan_video.sample(model, steps=8, cfg=False, network=compiled)
+    report = report_of(model)
+    assert not run.exact and report.taken == 8 and report.grouped_steps == {0, 1}

@@ -129,9 +129,11 @@ def make_patcher(blocks=2, vace=0, seed=0):
     return Patcher(WanModel(blocks, vace).eval().requires_grad_(False))
 
 
-def sample(patcher, steps=8, tokens=256, cfg=True, copies=True, first_sigma=1.0, windows=1, **arguments):
+def sample(
+    patcher, steps=8, tokens=256, cfg=True, copies=True, first_sigma=1.0, windows=1, network=None, **arguments
+):
     """The wrapper's loop: every output, in order, and the attention's own (exact) calls."""
-    network = patcher.model.diffusion_model
+    network = patcher.model.diffusion_model if network is None else network
     options = patcher.model_options["transformer_options"]
     options = copy.deepcopy(options) if copies else options
     for block in (*network.blocks, *network.vace_blocks):
