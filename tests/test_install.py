@@ -416,3 +416,13 @@ def test_architectures_are_read_as_people_write_them(install, text, capability):
 def test_an_architecture_that_is_none_is_refused(install):
     with pytest.raises(argparse.ArgumentTypeError, match="must look like sm_120, got 'ampere'"):
         install.card_of_arch("ampere")
+
+
+def test_runs_from_the_archive_that_users_get(pack_root, tmp_path):
+    if shutil.which("git") is None or not (pack_root / ".git").exists():
+        pytest.skip("needs git and a git checkout")
+    zipped, folder = tmp_path / "pack.zip", tmp_path / "custom nodes" / "vc-attention"
+    subprocess.run([sys.executable, str(pack_root / "dev.py"), "archive", str(zipped)], check=True)
+    shutil.unpack_archive(zipped, folder)
+    out = run(folder / "install.py", "sys.modules['triton'] = None", PATH="")
+    assert "triton  not usable" in out and "reference" in out
