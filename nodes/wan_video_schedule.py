@@ -24,8 +24,11 @@ class Position:
         """From the keyword arguments of the model's forward."""
         step = int(forward_arguments.get("current_step", 0))
         share = float(forward_arguments.get("current_step_percentage", 0.0))
+        timestep = forward_arguments.get("t")
+        if timestep is None:  # then nothing says that it began late
+            return cls(step, share, lambda: 1.0)
         # frames that are only looked at stand at 0
-        return cls(step, share, lambda: float(forward_arguments["t"].max()) / 1000)
+        return cls(step, share, lambda: float(timestep.max()) / 1000)
 
 
 class WanVideoSchedule:

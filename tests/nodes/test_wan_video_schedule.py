@@ -58,3 +58,4 @@ def test_position_reads_the_latest_frame():
     arguments = {"current_step": 3, "current_step_percentage": 0.3, "t": torch.tensor([[0.0, 700.0]])}
     position = Position.of(arguments)
     assert (position.step, position.share, position.sigma()) == (3, 0.3, pytest.approx(0.7))
+    assert Position.of({}).sigma() == 1.0
