@@ -147,3 +147,31 @@ def test_short_memory_changes_no_bit_of_a_clip(load_tiny, patch, sampling, kind,
     override = model.model_options["transformer_options"]["optimized_attention_override"]
     assert override.finished[-1].head_groups == 2
     assert sampling.psnr(split, whole) > PSNR_LIMIT  # a CPU's BLAS may round a last bit otherwise
+
+
+def test_a_kernel_error_leaves_the_hosts_picture(load_tiny, patch, sampling, kind, monkeypatch):
+    """Boxes and tensors reach ComfyUI's attention whole."""
+    from comfyui_vc_attention.nodes import model_patch
+
+    exact = sampling.sample(load_tiny(kind), steps=2, kind=kind)
+    monkeypatch.setattr(model_patch, "attend_call", lambda prepared: 1 / 0)
+    monkeypatch.setattr(model_patch, "_proven", set())
+    model = patch(load_tiny(kind))
+    assert sampling.equal(sampling.sample(model, steps=2, kind=kind), exact)
+    override = model.model_options["transformer_options"]["optimized_attention_override"]
+    report = override.finished[-1]
+    assert report.taken == 0 and list(report.failures) == ["reference"]
+
+
+def test_context_windows_keep_an_order_each(load_tiny, patch, watch, sampling, kind, call_limit):
+    if kind == "h3":
+        pytest.skip("its clip and its sound would have to be cut together")
+    from comfy_extras.nodes_context_windows import ContextWindowsManualNode
+
+    watched = watch(patch(load_tiny(kind), grouping_window=1.0))
+    model = ContextWindowsManualNode.execute(
+        watched.model, 4, 1, "standard_static", 1, False, "pyramid", 2, False
+    ).args[0]
+    sampling.sample(model, steps=2, kind=kind, size=(8, *sampling.SIZES.get(kind, sampling.SIZE)[1:]))
+    assert len(watched.taken) > calls(kind, 2)
+    assert all(0 < call.error < call_limit for call in watched.taken)
