@@ -358,8 +358,11 @@ def main(given: list[str]) -> None:
         return
     print("\n".join(lines))
     if chosen.dry_run or chosen.arch:
-        for card in [chosen.arch] if chosen.arch else [card for card in cards if card.capability]:
+        targets = [chosen.arch] if chosen.arch else [card for card in cards if card.capability]
+        for card in targets:
             print("\n".join(dry_run_lines(torch, card)))
+        if not targets:
+            print(f"No NVIDIA card is here; to compile for one: {this_command('--dry-run --arch sm_120')}")
         return
     for card in cards:
         troubles = try_kernels(torch, card, chosen.retest) if card.device_type == "cuda" else []

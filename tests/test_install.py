@@ -392,6 +392,12 @@ def test_dry_run_shows_and_compiles_what_another_card_would_get(install, pack_ro
     assert "auto takes triton_int8_int8" in out
 
 
+def test_dry_run_without_a_card_asks_for_one(install, monkeypatch, capsys):
+    monkeypatch.setattr(install, "cards_of", lambda torch: ([install.Card("no GPU", "cpu")], "none"))
+    install.main(["--dry-run"])
+    assert install.this_command("--dry-run --arch sm_120") in capsys.readouterr().out
+
+
 def test_dry_run_on_an_unknown_card_says_why_not(install, monkeypatch):
     lines = install.dry_run_lines(torch, install.card_of_arch("sm_75"))
     assert all("sm_75" in line for line in lines[2:-1]) and lines[-1].endswith("takes none of them.")
