@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -126,11 +126,12 @@ class CardRecord:
                 path.unlink()
 
     @contextlib.contextmanager
-    def trying(self, kernel: str) -> Iterator[Entry | None]:
+    def trying(self, kernel: str, waiting: Callable[[], None] = lambda: None) -> Iterator[Entry | None]:
         """Around the first launches of a kernel: its mark lies there. Gives what is known by then.
 
         Waits while another process tries the same kernel; then its entry is given, and nothing is left to
-        try. An orderly end, be it an exception, takes the mark away.
+        try. Meanwhile waiting() is called, which may raise. An orderly end, be it an exception, takes the
+        mark away.
         """
         mark = self._mark(kernel)
         while True:
@@ -148,6 +149,7 @@ class CardRecord:
                         os.fsync(file.fileno())
                     yield entry
                     return
+            waiting()
             time.sleep(WAIT_SECONDS)
 
     def _closed_mark(self, kernel):

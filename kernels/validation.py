@@ -39,15 +39,17 @@ def validate(
     advance: Callable[[], None] = lambda: None,
     cases: tuple[Case, ...] = CASES,
     lengths: tuple[int, ...] = TIMED_TOKENS,
+    waiting: Callable[[], None] = lambda: None,
 ) -> Entry:
     """What is known about spec on device afterwards; tried only if nothing was.
 
-    advance() is called steps(cases, lengths) times at most. An entry whose state is UNTESTED was not kept:
+    advance() is called steps(cases, lengths) times at most, waiting() again and again while another process
+    tries the same kernel; what they raise goes to the caller. An entry whose state is UNTESTED was not kept:
     the memory did not suffice. Raises ContextLost after an error that no later call on the GPU survives.
     """
     device = torch.device(device)
     record = card_record(device)
-    with record.trying(spec.name) as entry:
+    with record.trying(spec.name, waiting) as entry:
         if entry is None:
             entry = _tried(spec, device, record, advance, cases, lengths)
             if entry.state != UNTESTED:

@@ -28,7 +28,7 @@ def choose_tested(problem: AttentionProblem, device: torch.device, settings: Pat
             return choose_kernel(problem, settings.kernel)
         kernel = choice.kernel
         say(f"{kernel.name} runs on this card for the first time: testing it", settings.node_id)
-        entry = validate(kernel, device, progress(steps()))
+        entry = validate(kernel, device, progress(steps()), waiting=stop_if_cancelled)
         if entry.state == UNTESTED:
             if settings.kernel != "auto":
                 return choice
@@ -43,15 +43,21 @@ def with_measured_tokens(settings: PatchSettings, problem: AttentionProblem, cho
     return replace(settings, measured_tokens=entry.min_tokens or 0) if entry else settings
 
 
+def stop_if_cancelled() -> None:
+    """Raises what ComfyUI raises when the user cancels."""
+    from comfy.model_management import throw_exception_if_processing_interrupted
+
+    throw_exception_if_processing_interrupted()
+
+
 def progress(total: int):
     """A function to call after each of total steps: moves ComfyUI's bar, and stops where the user cancels."""
-    from comfy.model_management import throw_exception_if_processing_interrupted
     from comfy.utils import ProgressBar
 
     bar = ProgressBar(total)
 
     def advance():
         bar.update(1)
-        throw_exception_if_processing_interrupted()
+        stop_if_cancelled()
 
     return advance

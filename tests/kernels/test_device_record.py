@@ -166,6 +166,15 @@ def test_two_processes_try_a_kernel_one_after_the_other(other):
     assert not (record_of(*CARD).folder / "k.testing").exists()
 
 
+def test_waiting_for_another_process_can_be_cancelled(other):
+    def cancel():
+        raise KeyError
+
+    with pytest.raises(KeyError), record_of(*CARD).trying("k", cancel):
+        pass
+    assert (record_of(*CARD).folder / "k.testing").exists()
+
+
 def test_a_process_that_died_leaves_its_kernel_off(other):
     other.stdin.write("die\n")
     other.stdin.flush()

@@ -49,9 +49,9 @@ def machine(tmp_path, monkeypatch):
     kernels = (spec("broken", noise), spec("good"), spec("better_never_asked"), kernel_named("reference"))
     monkeypatch.setattr(registry, "KERNELS", kernels)
 
-    def small_validate(kernel, device, advance):
+    def small_validate(kernel, device, advance, waiting):
         state.tried.append(kernel.name)
-        return validate(kernel, device, advance, CASES, ())
+        return validate(kernel, device, advance, CASES, (), waiting)
 
     class ProgressBar:
         def __init__(self, total):
