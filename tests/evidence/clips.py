@@ -14,11 +14,24 @@ from sample_model.classify import count_right
 from sample_model.model import load_model
 from sample_model.sample import WEIGHTS, sample_latents
 
+from . import orders
 from .captured import CFG, Watched
-from .dense import weights_and_values
+from .dense import outputs
 from .fidelity import log
 from .measures import gmsd
-from .methods import ATTN_QAT, FP8, KITCHEN, NAIVE_BLOCK, NVFP4, RECIPES, SAGE1, SAGE2, SAGE3
+from .methods import (
+    ATTN_QAT,
+    DENSE_INT8,
+    FP8,
+    INT8_EXACT_MASS,
+    KITCHEN,
+    NAIVE_BLOCK,
+    NVFP4,
+    RECIPES,
+    SAGE1,
+    SAGE2,
+    SAGE3,
+)
 from .tables import Table
 
 STEPS, WINDOW, REUSE = 20, 0.25, 4
@@ -93,18 +106,19 @@ class ScheduledAttention:
 
 
 class DenseAttention:
-    """A published recipe as the sample model's attention; every step alike."""
+    """A published recipe or a variant as the sample model's attention; every step alike. clusters: 0 is
+    sequence order."""
 
-    def __init__(self, numerics):
-        self.numerics, self.orderings = numerics, 0
+    def __init__(self, numerics, clusters=0):
+        self.numerics, self.clusters, self.orderings = numerics, clusters, 0
 
     def begin(self, step, branch, steps):
         pass
 
     def __call__(self, q, k, v):
         rounded = [t.bfloat16() for t in (q, k, v)]
-        weights, values = weights_and_values(*rounded, self.numerics)
-        return (weights @ values).to(v.dtype)
+        order = orders.kmeans(v, self.clusters) if self.clusters else None
+        return outputs(*rounded, self.numerics, order)[0].to(v.dtype)
 
 
 class TorchAttention:
@@ -169,6 +183,10 @@ def main_rows(device):
         rows[f"{name}, no means"] = ("ours", ScheduledAttention(recipe, Policy("none")))
     rotated = replace(NVFP4, rotate_qk=True)
     rows["nvfp4, window of a quarter, Q and K rotated"] = ("ours", ScheduledAttention(rotated))
+    for name, numerics in {"as is": DENSE_INT8, "mass exact": INT8_EXACT_MASS}.items():
+        rows[f"int8_int8, means, sequence, every step, {name}"] = ("variant", DenseAttention(numerics))
+        few = DenseAttention(numerics, FEW_CLUSTERS)
+        rows[f"int8_int8, means, {FEW_CLUSTERS} clusters, every step, {name}"] = ("variant", few)
     q = torch.empty(1, 2, 256, 128, device=device)
     for spec in KERNELS:
         if spec.name == "reference" or spec.why_not(AttentionProblem.of(q, q, q)):

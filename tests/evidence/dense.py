@@ -5,7 +5,7 @@ agrees with the stages up to float32 rounding (test_dense.py). Keys come in tile
 made tile by tile against the running maximum, as a fused kernel makes them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from comfyui_vc_attention.kernels import formats
@@ -29,6 +29,7 @@ class Numerics:
     p: str = "e4m3"  # expcast, e4m3, u8, nvfp4, fp16, exact
     p_top: float = 256.0  # e4m3: where the row maximum lands
     exact_sum: bool = False  # the normalizer sums probabilities before they are rounded
+    exact_mass: bool = False  # the means are restored with that sum, too (Eq. 6 to the letter)
     v: str = "e4m3"  # e4m3, s8, nvfp4, fp16, exact
     v_group: int = WHOLE  # keys that share a V scale, by channel
     v_top: float = 448.0  # e4m3: where the largest value of a group lands
@@ -48,6 +49,24 @@ def weights_and_values(q, k, v, numerics, order=None, scale=None):
     t = torch.nn.functional.pad(t, (0, -keys % TILE), value=-torch.inf).unflatten(-1, (-1, TILE))
     weights = probabilities(t, numerics).flatten(-2)[..., :keys]
     return weights, values(v, numerics)
+
+
+def outputs(q, k, v, numerics, order=None):
+    """(output, output had the values been exact, values as quantized, values): as stages.run_stages."""
+    weights, quantized = weights_and_values(q, k, v, numerics, order)
+    ordered = in_tile_order(v.float(), order, None)
+    if not numerics.exact_mass:
+        return weights @ quantized, weights @ ordered, quantized, ordered
+    # p is rounded for the residuals only; what rounding took from a tile's mass returns as its mean
+    exact = weights_and_values(q, k, v, replace(numerics, p="exact"), order)[0]
+    means = tile_means(ordered).bfloat16().float().repeat_interleave(TILE, 2)[:, :, : ordered.shape[2]]
+    restored = exact @ means
+    return (
+        weights @ (quantized - means) + restored,
+        weights @ (ordered - means) + restored,
+        quantized,
+        ordered,
+    )
 
 
 def scores(q, k, numerics, scale):

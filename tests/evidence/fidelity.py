@@ -92,11 +92,21 @@ def error_table(found, methods):
 
 def term_table(name, numbers, methods):
     """The terms of Eq. 2 for one kind of tensors."""
-    keys = ("error", "cosine", "probability_term", "value_term", "value_share", "value_mse", "value_error")
+    keys = (
+        "error",
+        "coherence",
+        "cosine",
+        "probability_term",
+        "value_term",
+        "value_share",
+        "value_mse",
+        "value_error",
+    )
     table = Table(
         f"Error taken apart: {name}",
         "The terms of Eq. 2 over the output (the paper: 82% of the error is the values'), and V's error.",
         ["method", *(key.replace("_", " ") for key in keys)],
+        notes=["Coherence: share of the error along one direction of the output; high: rows err alike."],
     )
     for method in methods:
         row = numbers[method.name]

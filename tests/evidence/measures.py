@@ -23,11 +23,12 @@ def exact_rows(q, k, v, scale=None):
 def of_output(parts, expected):
     """Numbers of one method on some rows: a dict of floats.
 
-    error: relative L2. probability_term, value_term: the two terms of Eq. 2 over the norm of the output.
-    value_share: the second's share of the sum of squares. value_mse, value_error: absolute mean square and
-    relative L2 of the quantized values.
+    error: relative L2. coherence: as coherence(). probability_term, value_term: the two terms of Eq. 2 over
+    the norm of the output. value_share: the second's share of the sum of squares. value_mse, value_error:
+    absolute mean square and relative L2 of the quantized values.
     """
     found = {"error": relative_l2(parts.out, expected), "cosine": cosine(parts.out, expected)}
+    found["coherence"] = coherence(parts.out, expected)
     if parts.exact_value_out is None:
         return found
     size = expected.double().norm()
@@ -39,6 +40,15 @@ def of_output(parts, expected):
     found["value_mse"] = difference.square().mean().item()
     found["value_error"] = (difference.norm() / parts.ordered.double().norm()).item()
     return found
+
+
+def coherence(out, expected):
+    """Share of the error's energy along one channel direction per head, averaged over heads, a float.
+
+    1 / D would be noise; near 1 every row errs alike, which a model's next layers do not average away.
+    """
+    energies = torch.linalg.svdvals(out.float() - expected.float()).square()
+    return (energies[..., 0] / energies.sum(-1).clamp_min(1e-30)).mean().item()
 
 
 def probability_rows(q, k, scale=None):

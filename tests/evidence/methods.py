@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from comfyui_vc_attention.kernels.config import Recipe
-from comfyui_vc_attention.kernels.prepare.reference import in_tile_order
 
-from .dense import WHOLE, Numerics, weights_and_values
+from .dense import WHOLE, Numerics, outputs
 from .samples import Sample
 from .stages import run_stages
 
@@ -44,10 +43,7 @@ def staged(recipe: Recipe, order: str):
 
 def dense(numerics: Numerics, order: str = "sequence"):
     def run(sample: Sample, q):
-        listed = sample.order(order)
-        weights, values = weights_and_values(q, sample.k, sample.v, numerics, listed)
-        ordered = in_tile_order(sample.v.float(), listed, None)
-        return Parts(weights @ values, weights @ ordered, values, ordered)
+        return Parts(*outputs(q, sample.k, sample.v, numerics, sample.order(order)))
 
     return run
 
@@ -65,6 +61,7 @@ BALANCED_TOKENS = 20_000  # balancing is slow: beyond that on plain structured v
 # the same recipes as parameters, so that variants differ from them in one choice
 DENSE_FP8 = Numerics(p="expcast", v="e4m3", v_top=224.0, v_scale_of_residual=False, demean=True)
 DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True)
+INT8_EXACT_MASS = replace(DENSE_INT8, exact_sum=True, exact_mass=True)
 DENSE_NVFP4 = Numerics(
     qk="nvfp4", q_group=WHOLE, k_group=WHOLE, rotate_qk=False, p="nvfp4", v="nvfp4", demean=True
 )
@@ -118,12 +115,19 @@ def variants():
         (f"{fp4}, Q smoothed", replace(DENSE_NVFP4, smooth_q=True), "grouped"),
         (f"{fp4}, Q smoothed, no means", replace(DENSE_NVFP4, smooth_q=True, demean=False), "sequence"),
     ]  # fmt: skip
+    rows += [
+        (f"{int8}, mass exact", INT8_EXACT_MASS, order) for order in ("sequence", "cube", "grouped", "capped")
+    ]
+    exact_fp8 = replace(DENSE_FP8, exact_sum=True, exact_mass=True)
+    rows.append((f"{fp8}, mass exact", exact_fp8, "grouped"))
+    rows.append(("int8_fp8, mass exact", replace(exact_fp8, p="e4m3"), "grouped"))
     for keys in (8, 16, 64, 128):
         rows.append((f"{int8}, K scale per {keys} keys", replace(DENSE_INT8, k_group=keys), "grouped"))
     for tokens in (2, 16):
         rows.append((f"{int8}, Q scale per {tokens} rows", replace(DENSE_INT8, q_group=tokens), "grouped"))
     for name, numerics, order in rows:
-        yield Method(f"{name}, {order}" if order != "sequence" else name, "variant", dense(numerics, order))
+        full = name if order == "sequence" and "exact" not in name else f"{name}, {order}"
+        yield Method(full, "variant", dense(numerics, order), order_refusal(order))
 
 
 SAGE1 = Numerics(q_group=128, k_group=64, rotate_qk=False, p="fp16", exact_sum=True, v="fp16")

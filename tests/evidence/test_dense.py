@@ -32,6 +32,20 @@ def test_same_output_and_values_as_the_stages(name):
     assert relative_l2(weights @ values, out) < 5e-3
 
 
+def test_exact_mass_returns_what_rounding_takes_from_a_tile():
+    # one key has nearly all the weight of its tile; the others round to nothing beside it
+    q, k = torch.zeros(1, 1, 1, 128), torch.zeros(1, 1, 128, 128)
+    q[..., 0], k[..., 0, 0] = 8.0, 9.0
+    v = torch.ones(1, 1, 128, 128)
+    v[:, :, 0] = 0.0
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    numerics = replace(DENSE_INT8, qk="exact")
+    lost = dense.outputs(q, k, v, numerics)[0]
+    kept = dense.outputs(q, k, v, replace(numerics, exact_sum=True, exact_mass=True))[0]
+    assert relative_l2(lost, expected) > 0.9
+    assert relative_l2(kept, expected) < relative_l2(lost, expected)
+
+
 def test_exact_numerics_are_exact():
     q, k, v = sample_qkv("peaked", (1, 1, 64, 128), keys=300)
     weights, values = weights_and_values(q, k, v, Numerics(qk="exact", p="exact", v="exact"))

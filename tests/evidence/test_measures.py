@@ -26,6 +26,13 @@ def test_terms_of_eq_2_add_up():
     assert found["value_error"] == pytest.approx(0.1, rel=1e-5)
 
 
+def test_coherence_tells_a_shift_from_noise():
+    expected = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(0))
+    noise = 0.1 * torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(1))
+    assert measures.coherence(expected + torch.linspace(0, 1, 32), expected) > 0.99
+    assert measures.coherence(expected + noise, expected) < 0.15
+
+
 def test_rows_without_underflow_keep_the_bound_of_eq_8():
     u = -14 * torch.rand(64, 500, generator=torch.Generator().manual_seed(0))
     u[:, 0] = 0

@@ -11,7 +11,7 @@ from evidence.samples import MADE_KINDS, made_sample
 
 @pytest.fixture(scope="module")
 def errors():
-    sample = made_sample("structured", 1, (2, 16, 20))
+    sample = made_sample("structured", 1, (1, 16, 20))
     q, _ = sample.rows(128)
     expected = measures.exact_rows(q, sample.k, sample.v)
     found = {}
