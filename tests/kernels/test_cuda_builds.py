@@ -1,10 +1,18 @@
 """Every CUDA source compiles for every card it is for, with every NVRTC found here, within limits."""
 
+from types import SimpleNamespace
+
 import pytest
-from comfyui_vc_attention.kernels.attend import cuda_build
+import torch
+from comfyui_vc_attention.kernels.attend import cuda_build, cuda_int8_fp8_sm90
+from comfyui_vc_attention.kernels.config import resolve_recipe
 from comfyui_vc_attention.kernels.cubin import resources
 from comfyui_vc_attention.kernels.cuda_builds import GROUPING, builds
+from comfyui_vc_attention.kernels.group import cuda_kmeans
+from comfyui_vc_attention.kernels.prepare import cuda_sm90
 from comfyui_vc_attention.kernels.registry import KERNELS
+from comfyui_vc_attention.kernels.selftest import CASES, CLUSTERS, config_of
+from comfyui_vc_attention.kernels.testing import sample_qkv
 
 CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 KB_OF_SHARED = {(8, 0): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # of a block; 99 elsewhere
@@ -69,3 +77,36 @@ def test_the_recorded_table_knows_every_build(pack_root):
             assert any(name.startswith(f"{build.source.stem} ") for name in kernels), (
                 f"{build.source.name} for {build.arch}: run tests/kernels/compile_matrix.py"
             )
+
+
+class NoModule:
+    """A loaded module that launches nothing."""
+
+    def launch(self, *args, **options):
+        pass
+
+
+@pytest.mark.parametrize("spec", [s for s in KERNELS if s.name.endswith("_sm90")], ids=lambda spec: spec.name)
+def test_all_that_a_self_test_loads_is_listed(spec, monkeypatch):
+    loaded = set()
+
+    def load_module(source, arch, device, defines=()):
+        loaded.add((source, arch, defines))
+        return NoModule()
+
+    for module in (cuda_sm90, cuda_int8_fp8_sm90, cuda_kmeans):
+        monkeypatch.setattr(module, "load_module", load_module)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for case in CASES:
+        config = config_of(spec, case)
+        if config is None or case.shape[-1] != 128:
+            continue
+        q, k, v = sample_qkv("gauss", case.shape, min(case.keys, 2000), case.dtype)
+        recipe = resolve_recipe(config, spec.numerics, (9, 0), exact=True)
+        order = cuda_kmeans.group_tokens(v, CLUSTERS).order if case.means else None
+        operands = cuda_sm90.prepare(q, k, v, recipe, order=order, softmax_scale=1.0, want_lse=case.lse)
+        spec.load().attend(operands)
+    listed = {(build.source, build.arch, build.defines) for build in builds((9, 0), spec.name)}
+    assert len(loaded) > 6 and loaded <= listed
