@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 
 ARCHES = (80, 86, 89, 90, 100, 103, 120)
 KB_OF_SHARED = {80: 163, 90: 227, 100: 227, 103: 227}  # of a block; 99 elsewhere
-# Bytes of stack, so of spilled registers, at most; recorded in tests/data/compile_matrix.csv.
+# Bytes of stack, so of spilled registers, at most; measured with Triton 3.6 and 3.8.
 # Of 128 threads, 255 registers do not hold a tile of the attention kernels; on sm_90 and sm_103 the
 # accumulators lie elsewhere or are fewer.
-STACK_BYTES = {"attend": 512, "assign": 192, "sum": 32}
+STACK_BYTES = {"attend": 512, "assign": 192, "sum": 32, "q": 32, "k": 32}
 NO_STACK = (90, 103)
 
 
