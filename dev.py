@@ -24,23 +24,27 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "installed-requirements"
 REQUIREMENTS = ("requirements.txt", "requirements-dev.txt")
+# their adapters are tested against the real packages, whose own requirements would bring a CUDA stack
+ALONE = ("xfuser==0.7.0",)
+# two tests at a time where there are two cores; a test's own threads would only fight over them
+PARALLEL = ("-n", "auto", "--dist", "loadfile", "--maxprocesses", "8")
 
 
 def say(text: str) -> None:
     print(f"[dev] {text}", flush=True)
 
 
-def run(*command) -> int:
-    """Run a command in the checkout, its output on ours. Returns its exit status."""
+def run(*command, **variables) -> int:
+    """Run a command in the checkout, its output on ours, with more environment variables. Returns its status."""
     # a PYTHONPATH from outside would put other people's modules before the pinned ones
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PYTHONNOUSERSITE"] = "1"
+    environment |= {"PYTHONNOUSERSITE": "1"} | variables
     return subprocess.call([str(part) for part in command], cwd=ROOT, env=environment)
 
 
 def fingerprint() -> str:
     """What the environment was made from: this Python, where it stands, and the requirements."""
-    digest = hashlib.sha256(f"{sys.version} {VENV}".encode())
+    digest = hashlib.sha256(f"{sys.version} {VENV} {ALONE}".encode())
     for name in REQUIREMENTS:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
@@ -59,8 +63,9 @@ def ensure_environment() -> None:
         )
     say("installing requirements; the first time this downloads PyTorch")
     requirements = [part for name in REQUIREMENTS for part in ("-r", ROOT / name)]
-    if run(VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *requirements):
-        sys.exit("[dev] pip could not install the requirements; its own message is above")
+    for packages in (requirements, ["--no-deps", *ALONE]):
+        if run(VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *packages):
+            sys.exit("[dev] pip could not install the requirements; its own message is above")
     STAMP.write_text(wanted)
 
 
@@ -76,13 +81,13 @@ def test(arguments: list[str]) -> int:
     steps = (
         ("-m", "ruff", "check", "."),
         ("-m", "ruff", "format", "--check", "."),
-        ("-m", "pytest", *arguments),
+        ("-m", "pytest", *PARALLEL, *arguments),
     )
     failed = []
     for step in steps:
         command = " ".join(step[1:])
         say(command)
-        if run(VENV_PYTHON, *step):
+        if run(VENV_PYTHON, *step, OMP_NUM_THREADS="1"):
             failed.append(command)
     for command in failed:
         say(f"failed: {command}")

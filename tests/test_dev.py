@@ -18,7 +18,7 @@ def dev(pack_root, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STAMP", module.VENV / "installed-requirements")
     module.commands, module.failing = [], set()
 
-    def run(*command):
+    def run(*command, **variables):
         words = [str(part) for part in command]
         module.commands.append(words)
         if "venv" in words:
@@ -32,8 +32,9 @@ def dev(pack_root, tmp_path, monkeypatch):
 
 def test_environment_is_made_once(dev):
     dev.ensure_environment()
-    assert ["venv" in command for command in dev.commands] == [True, False]
-    assert "pip" in dev.commands[1]
+    assert ["venv" in command for command in dev.commands] == [True, False, False]
+    assert all("pip" in command for command in dev.commands[1:])
+    assert "--no-deps" in dev.commands[2]
     dev.commands.clear()
     dev.ensure_environment()
     assert dev.commands == []
@@ -44,7 +45,7 @@ def test_interrupted_or_outdated_environment_is_made_again(dev):
     dev.STAMP.write_text("of other requirements")
     dev.commands.clear()
     dev.ensure_environment()
-    assert len(dev.commands) == 2
+    assert len(dev.commands) == 3
 
 
 def test_failures_are_sentences(dev):
