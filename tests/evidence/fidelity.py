@@ -49,7 +49,6 @@ def measure(samples, methods, rows):
                 found[sample.name][method.name] = {"refusal": refusal}
                 continue
             found[sample.name][method.name] = measures.of_output(method.run(sample, q), expected)
-        sample._orders.clear()
         log(f"{sample.name}: {len(methods)} methods")
     return found
 
