@@ -29,7 +29,7 @@ def parse(argv=None):
     parser.add_argument("--out", type=Path, help="default: tests/evidence/results/<card>")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--commit", help="to name in the header where the checkout has no git")
-    parser.add_argument("--weights", type=Path, help="larger: where to write; default beside the results")
+    parser.add_argument("--weights", type=Path, help="larger: the folder to write to; fidelity: a file of it")
     return parser.parse_args(argv)
 
 
@@ -51,7 +51,8 @@ def main(argv=None):
             module.run(device, out, options.weights)
             continue
         with torch.inference_mode():
-            made, data = module.run(device)
+            extra = {"larger": options.weights} if stage == "fidelity" and options.weights else {}
+            made, data = module.run(device, **extra)
         data["seconds"] = round(time.perf_counter() - begin, 1)
         print(f"{tables.write(stage, made, data, out, facts)}: {data['seconds']} s", flush=True)
         for picture in plots.draw(stage, out):

@@ -1,7 +1,7 @@
 """Stage "fidelity": every method on the same tensors; value errors by order; ExpCast's error; sweeps."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from comfyui_vc_attention.kernels import group_tokens as shipped_group_tokens
 from comfyui_vc_attention.kernels.group import reference as group_reference
@@ -66,10 +66,11 @@ def averaged(per_method):
 
 
 def error_table(found, methods):
-    captured = [numbers for name, numbers in found.items() if name.startswith("captured")]
-    columns = {name: numbers for name, numbers in found.items() if not name.startswith("captured")}
-    if captured:
-        columns[f"captured (mean of {len(captured)})"] = averaged(captured)
+    columns = {name: numbers for name, numbers in found.items() if "captured" not in name}
+    for model in ("captured", "larger model, captured"):
+        captured = [numbers for name, numbers in found.items() if name.startswith(model)]
+        if captured:
+            columns[f"{model} (mean of {len(captured)})"] = averaged(captured)
     table = Table(
         "Output error",
         "Relative L2 of the attention output against exact attention, the same tensors for all.",
@@ -185,17 +186,20 @@ def cast_table(samples, rows):
     return table, data
 
 
-def run(device, sizes=None):
-    """(tables, data) of this stage."""
+def run(device, sizes=None, larger=None):
+    """(tables, data) of this stage. larger: weights of tool larger, to capture from as well."""
     sizes = sizes or (Sizes() if device.type == "cuda" else CPU_SIZES)
     methods = all_methods()
     made = [made_sample(kind, sizes.heads, sizes.grid, device) for kind in sizes.kinds]
     samples = made + captured_samples(sizes.steps, sizes.blocks, device=device)
+    if larger:
+        more = captured_samples(sizes.steps, sizes.blocks, larger, device)
+        samples += [replace(sample, name=f"larger model, {sample.name}") for sample in more]
     found = measure(samples, methods, sizes.rows)
     errors, columns = error_table(found, methods)
     tables = [errors]
     for name, numbers in columns.items():
-        if name == "structured" or name.startswith("captured"):
+        if name == "structured" or "captured" in name:
             tables.append(term_table(name, numbers, methods))
     structured = next(sample for sample in made if sample.name == "structured")
     tables.append(order_table(structured))

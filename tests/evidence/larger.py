@@ -1,7 +1,7 @@
 """Tool "larger": train a model of about 60 million parameters as the sample model is trained, and capture it.
 
-The weights stay out of the repository; the command makes them again. Its captures are measured by stage
-fidelity when LARGER_WEIGHTS names the file.
+The weights stay out of the repository; the command makes them again. `fidelity --weights FILE` then measures
+its captures beside the sample model's.
 """
 
 from pathlib import Path

@@ -29,7 +29,7 @@ class Sample:
     grid: tuple[int, int, int]
     earlier: torch.Tensor | None = None
     clusters: int = 128
-    _orders: dict = field(default_factory=dict)
+    _orders: dict = field(default_factory=dict, init=False, repr=False)
 
     def order(self, name):
         """A token order by name; None for sequence."""

@@ -21,8 +21,9 @@ def test_fidelity_writes_tables_and_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "CLUSTERS", (16, 128))
     monkeypatch.setattr(fidelity, "ITERATIONS", (1, 10))
     sizes = fidelity.Sizes(1, (1, 16, 16), 128, kinds=("gauss", "structured"))
-    made, data = fidelity.run(torch.device("cpu"), sizes)
+    made, data = fidelity.run(torch.device("cpu"), sizes, larger="a file")
     titles = [table.title for table in made]
+    assert made[0].columns[-2:] == ["captured (mean of 1)", "larger model, captured (mean of 1)"]
     assert titles[0] == "Output error" and "Token orders (Table 1, Figure 4)" in titles
     text = tables.write("fidelity", made, data, tmp_path, FACTS).read_text(encoding="utf-8")
     assert "card CPU, commit abc" in text and "not installed" not in text.split("## Output error")[0]
