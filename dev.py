@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def run(*command, **variables) -> int:
-    """Run a command in the checkout, its output on ours; variables join its environment. Returns its status."""
+    """Run a command in the checkout with more environment variables. Returns its exit status."""
     # a PYTHONPATH from outside would put other people's modules before the pinned ones
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PYTHONNOUSERSITE": "1"} | variables
