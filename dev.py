@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
     commands = {"demo": demo, "test": test, "evidence": evidence, "archive": archive}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
-        return 2
+        return 0 if arguments in (["-h"], ["--help"]) else 2
     if sys.version_info < (3, 10):  # noqa: UP036, nothing else checks it here
         sys.exit(f"[dev] needs Python 3.10 or newer, got {sys.version.split()[0]}")
     if arguments[0] != "archive":

@@ -116,8 +116,8 @@ def main_inputs():
             "precision",
             options=PRECISIONS,
             default="auto",
-            tooltip="auto: 8-bit where this card can, else nothing. 4-bit: NVFP4, RTX 50, faster, coarser. "
-            "off: removes this patch and restores what was there.",
+            tooltip="auto: 8-bit where this card can, else nothing. 4-bit: NVFP4, coarser, no fast kernel "
+            "yet. off: removes this patch and restores what was there.",
         ),
         io.Combo.Input(
             "expcast",

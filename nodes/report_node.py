@@ -9,8 +9,9 @@ from .run_report import RunReport
 from .sampling_hooks import OVERRIDE, chain_of
 
 NOTHING = (
-    "No run of this model was recorded. Connect the MODEL that comes out of VC-Attention Patch, and connect "
-    "what the sampler makes to 'after', so that the report waits for it."
+    "No run of this model was recorded. Either VC-Attention Patch is not active on it (its log line says "
+    "why), or this is not the MODEL that comes out of the patch, or nothing has sampled: connect what the "
+    "sampler makes to 'after', so that the report waits for it."
 )
 
 

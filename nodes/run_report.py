@@ -127,7 +127,7 @@ class RunReport:
                 count = len(self.grouped_steps)
                 parts.append(
                     f"values grouped in {count} of {self.steps} steps "
-                    f"(order made {self.groupings_made} times, {self.state_bytes / 2**20:.0f} MiB at most)"
+                    f"(order made {self.groupings_made} times, {self.state_bytes / 2**20:.1f} MiB at most)"
                 )
             else:
                 parts.append("no step inside the grouping window")

@@ -29,7 +29,7 @@ def test_p05_summary_tells_what_ran_and_how_long_the_clip_is():
         "1 cross-attention",
         "32,760 tokens",
         "2 of 40 steps",
-        "3 MiB",
+        "3.0 MiB",
     ):
         assert part in text
 
