@@ -1,5 +1,7 @@
 """The shipped sample model makes what its prompt says."""
 
+import os
+
 import pytest
 import torch
 from comfyui_vc_attention.nodes.sample_clip import PROMPTS
@@ -9,6 +11,15 @@ from sample_model.model import load_model
 from sample_model.sample import WEIGHTS, sample_clips
 
 STEPS, CFG = 10, 2.0  # chosen: 62 of 64 clips right when trained, and a few minutes on two cores
+
+
+@pytest.fixture(autouse=True)
+def all_cores():
+    """By far the longest test of the suite: others have ended when it still runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count())
+    yield
+    torch.set_num_threads(before)
 
 
 def test_file_is_small_and_ours():
