@@ -65,7 +65,7 @@ def test_dropped_means_of_one_head_are_rejected(spec):
     def drops(*args, **options):
         operands = spec.load().prepare(*args, **options)
         means = operands.means if hasattr(operands, "means") else operands.v_mean
-        means[:, 1] = 0
+        means[:, -1] = 0
         return operands
 
     broken = dataclasses.replace(spec, load=lambda: Stages(drops, spec.load().attend))

@@ -60,9 +60,13 @@ def test_long_rows_keep_their_mean(kernel, demean):
     q, k, v = (torch.randn(1, 1, n, 128, device="cuda", generator=generator) for n in (256, 299520, 299520))
     v = (1 + 0.01 * v).bfloat16()
     out = run(q.bfloat16(), k.bfloat16(), v, kernel, config=VCConfig(demean=demean))
+    kept = v.float()
+    if not demean:  # E4M3 alone keeps 0.98 of such values: what is asked of the kernel is the mean of its codes
+        scale = kept.abs().amax(2, keepdim=True) / 224
+        kept = (kept / scale).to(torch.float8_e4m3fn).float() * scale
     # 14-bit accumulators that are not promoted lose percents here
     means = out.float().mean(-1)
-    assert ((means - v.float().mean()).abs() < 0.002).all(), (means.min(), means.max())
+    assert ((means / kept.mean() - 1).abs() < 0.002).all(), (means.min(), means.max(), kept.mean())
 
 
 @every_kernel
