@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .config import EXPCAST_CHOICES, PRECISIONS, VALUE_FORMATS, VCConfig
-from .operands import AttentionProblem, TokenGrouping
+from .operands import AttentionProblem, TokenGrouping, heads_in_a_row
 from .registry import KernelSpec, choose_kernel, load_grouping
 
 DEFAULT_CONFIG = VCConfig()
@@ -63,6 +63,8 @@ class PreparedCall:
     kernel: KernelSpec
     operands: object
     device: torch.device
+    shape: torch.Size  # of the output
+    dtype: torch.dtype
 
 
 def on_device(device: torch.device):
@@ -102,13 +104,22 @@ def prepare_call(
             rope=rope,
             want_lse=return_lse,
         )
-    return PreparedCall(choice.kernel, operands, q.device)
+    return PreparedCall(choice.kernel, operands, q.device, q.shape, q.dtype)
 
 
-def attend_call(prepared: PreparedCall):
-    """Second half: (out, lse or None)."""
+def attend_call(prepared: PreparedCall, out: torch.Tensor | None = None):
+    """Second half: (out, lse or None).
+
+    out: where to write: [B, H, Lq, D] of q's dtype, some heads of memory [B, Lq, R, D]; None: new memory.
+    Raises ValueError for another out.
+    """
+    if out is not None:
+        got, expected = ((t.shape, t.dtype, t.device) for t in (out, prepared))
+        if got != expected:
+            raise ValueError(f"out must be {expected}, got {got}")
+        heads_in_a_row(out)
     with on_device(prepared.device):
-        return prepared.kernel.load().attend(prepared.operands)
+        return prepared.kernel.load().attend(prepared.operands, out)
 
 
 def group_tokens(v, clusters, previous: TokenGrouping | None = None, key_mask=None) -> TokenGrouping:

@@ -70,6 +70,30 @@ class AttentionProblem:
         return self.q_shape[-1]
 
 
+def new_output(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Empty [B, H, Lq, D] whose memory is [B, Lq, H, D], as callers flatten it."""
+    batch, heads, queries, width = shape
+    return torch.empty(batch, queries, heads, width, dtype=dtype, device=device).transpose(1, 2)
+
+
+def heads_in_a_row(out: torch.Tensor) -> int:
+    """R of an output [B, H, Lq, D] that is some heads of memory [B, Lq, R, D].
+
+    Raises ValueError for any other layout.
+    """
+    batch, heads, queries, width = out.shape
+    row = out.stride(2) if queries > 1 else out.stride(0) if batch > 1 else heads * width
+    expected = (queries * row, width, row, 1)
+    # the stride of a dimension of size 1 means nothing
+    fits = all(n == 1 or got == want for n, got, want in zip(out.shape, out.stride(), expected, strict=True))
+    if not fits or row % width or row < heads * width:
+        raise ValueError(
+            f"out must be some heads of memory [B, Lq, heads, D], got {tuple(out.shape)} with strides "
+            f"{out.stride()}"
+        )
+    return row // width
+
+
 def card_fields(device: torch.device) -> dict:
     """device_type, capability and device_name of an AttentionProblem on device."""
     if device.type != "cuda":

@@ -51,5 +51,5 @@ def attend_by_heads(q, k, v, config, groups: int, *, grouping=None, **call):
         part = slice(first, first + size)
         order = None if grouping is None else TokenGrouping(grouping.order[:, part].contiguous(), None)
         prepared = prepare_call(q[:, part], k[:, part], v[:, part], config, grouping=order, **call)
-        out[:, part] = attend_call(prepared)[0]
+        attend_call(prepared, out[:, part])
     return out

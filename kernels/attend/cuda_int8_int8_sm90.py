@@ -8,11 +8,14 @@ from .cuda_int8_fp8_sm90 import CSRC, run
 SOURCE = CSRC / "cuda_int8_int8_sm90.cu"
 
 
-def attend(operands: HopperOperands):
-    """(out, lse): out [B, H, Lq, 128] in q's dtype, memory [B, Lq, H, 128]; lse fp32 [B, H, Lq] or None."""
+def attend(operands: HopperOperands, out=None):
+    """(out, lse): out [B, H, Lq, 128] in q's dtype, memory [B, Lq, H, 128]; lse fp32 [B, H, Lq] or None.
+
+    out: where to write, some heads of memory [B, Lq, R, 128]; new memory if None.
+    """
     means = operands.means
     switches = {
         "USE_MEANS": means is not None,
         "USE_F16_MEANS": means is not None and means.dtype == torch.float16,
     }
-    return run(operands, SOURCE, "attend_u8s8", switches)
+    return run(operands, SOURCE, "attend_u8s8", switches, out)

@@ -4,7 +4,7 @@ import torch
 
 from .. import formats
 from ..formats import TILE, tile_count
-from ..operands import VCOperands
+from ..operands import VCOperands, new_output
 from ..prepare.reference import in_tiles
 
 
@@ -34,11 +34,12 @@ class OnlineSoftmax:
         return torch.where(total > 0, self.numerator / total, 0.0)
 
 
-def attend(operands: VCOperands):
+def attend(operands: VCOperands, out=None):
     """Attention output and log-sum-exp of one prepared call.
 
     Returns out [B, H, Lq, D] in operands.out_dtype, memory laid out as [B, Lq, H, D], and lse fp32
-    [B, H, Lq] (natural log, of the true scores) or None when prepare was not asked for it.
+    [B, H, Lq] (natural log, of the true scores) or None when prepare was not asked for it. out: where to
+    write, some heads of memory [B, Lq, R, D]; new memory if None.
     """
     values = _Values(operands)
     dtype = values.dtype
@@ -49,10 +50,12 @@ def attend(operands: VCOperands):
         tile_maximum = t.amax(-1)
         softmax.raise_maximum(tile_maximum)
         add_tile(softmax, t, tile_maximum, values, j, operands.recipe)
-    out = softmax.result()
+    result = softmax.result()
     if operands.recipe.value_format == "fp8":
-        out = out * operands.v_scale[:, :, None].to(dtype)
-    out = out.to(operands.out_dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        result = result * operands.v_scale[:, :, None].to(dtype)
+    if out is None:
+        out = new_output(result.shape, operands.out_dtype, result.device)
+    out.copy_(result)
     return out, log_sum_exp(operands, softmax)
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .. import formats
+from ..operands import heads_in_a_row, new_output
 from ..prepare.triton_layout import TritonOperands
 from ..prepare.triton_rows import to_float
 
@@ -70,9 +71,9 @@ def scaled_scores(b_s, b_scale, b_offset, left, M: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def store_rows(b_out, out, i_bh, o_m, lq, n_heads, D: tl.constexpr):
-    """Rows [M, D] of head i_bh into out, memory [B, Lq, H, D]."""
-    o_row = ((i_bh // n_heads) * lq + o_m) * n_heads + i_bh % n_heads
+def store_rows(b_out, out, i_bh, o_m, lq, n_heads, out_heads, D: tl.constexpr):
+    """Rows [M, D] of head i_bh into out, memory [B, Lq, out_heads, D]."""
+    o_row = ((i_bh // n_heads) * lq + o_m) * out_heads + i_bh % n_heads
     p_out = out + o_row[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(p_out, to_float(b_out, out.dtype.element_ty), mask=(o_m < lq)[:, None])
 
@@ -92,11 +93,12 @@ def largest_factor(operands: TritonOperands, units: float) -> float:
     return LARGEST_SCORE_LOG2 * units / (top * top * operands.q.shape[-1])
 
 
-def outputs(operands: TritonOperands):
-    """Empty (out [B, H, Lq, D], memory [B, Lq, H, D]; lse fp32 [B, H, Lq] or None)."""
-    b, h, lq, d = operands.q.shape
-    out = operands.q.new_empty(b, lq, h, d, dtype=operands.out_dtype).transpose(1, 2)
-    return out, None if operands.lse_shift is None else torch.empty_like(operands.q_scale)
+def outputs(operands: TritonOperands, out=None):
+    """(out [B, H, Lq, D], new if None; heads in a row of its memory; empty lse fp32 [B, H, Lq] or None)."""
+    if out is None:
+        out = new_output(operands.q.shape, operands.out_dtype, operands.q.device)
+    lse = None if operands.lse_shift is None else torch.empty_like(operands.q_scale)
+    return out, heads_in_a_row(out), lse
 
 
 def copy_descriptors(operands: TritonOperands):

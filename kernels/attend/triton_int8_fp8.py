@@ -106,10 +106,10 @@ def restore_means(
 
 
 # All tensors contiguous. Prefixes: p_ pointers, o_ offsets, b_ blocks in registers, i_ indices.
-@triton.jit(do_not_specialize=("lq", "lk", "n_heads"))
+@triton.jit(do_not_specialize=("lq", "lk", "n_heads", "out_heads"))
 def attend_fp8_values_kernel(
     q, k, v, ones, q_scale, k_scale, k_scale_max, v_scale, v_mean, key_count, lse_shift, out, lse,
-    lq, lk, n_heads, score_scale, largest, l_unit,
+    lq, lk, n_heads, out_heads, score_scale, largest, l_unit,
     D: tl.constexpr, M: tl.constexpr, FP8_QK: tl.constexpr, EXPCAST: tl.constexpr, ASM: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_LSE: tl.constexpr, STAGES: tl.constexpr,
     BULK: tl.constexpr,
@@ -166,24 +166,25 @@ def attend_fp8_values_kernel(
     )
     b_vs = tl.load(v_scale + i_bh * D + o_d)
     b_out = tl.where((b_l > 0.0)[:, None], b_acc / b_l[:, None], 0.0) * b_vs[None, :]
-    store_rows(b_out, out, i_bh, o_m, lq, n_heads, D)
+    store_rows(b_out, out, i_bh, o_m, lq, n_heads, out_heads, D)
     if HAS_LSE:
         store_lse(b_m, b_l * l_unit, lse, lse_shift, i_bh, o_m, lq, UNITS)
 
 
-def attend(operands: TritonOperands):
+def attend(operands: TritonOperands, out=None):
     """Attention output and log-sum-exp of one prepared call.
 
     Returns out [B, H, Lq, D] in operands.out_dtype, memory laid out as [B, Lq, H, D], and lse fp32
-    [B, H, Lq] (natural log, of the true scores) or None when prepare was not asked for it.
+    [B, H, Lq] (natural log, of the true scores) or None when prepare was not asked for it. out: where to
+    write, some heads of memory [B, Lq, R, D]; new memory if None.
     """
-    return launch(operands)
+    return launch(operands, out)
 
 
-def launch(operands: TritonOperands, rows=64, warps=4, stages=None, asm=None, bulk=True):
+def launch(operands: TritonOperands, out=None, rows=64, warps=4, stages=None, asm=None, bulk=True):
     """attend() with the launch shape and the ways to load tiles and write codes, for benchmarks."""
     b, h, lq, d = operands.q.shape
-    out, lse = outputs(operands)
+    out, out_heads, lse = outputs(operands, out)
     recipe = operands.recipe
     stages = stages or pipeline_stages(operands.q.device)
     # 0x38 is E4M3's 1
@@ -195,7 +196,7 @@ def launch(operands: TritonOperands, rows=64, warps=4, stages=None, asm=None, bu
     attend_fp8_values_kernel[(b * h * triton.cdiv(lq, rows),)](
         operands.q, k, v, ones, operands.q_scale, operands.k_scale, operands.k_scale_max,
         operands.v_scale, operands.v_mean, operands.key_count, operands.lse_shift, out, lse,
-        lq, operands.keys, h, operands.score_scale,
+        lq, operands.keys, h, out_heads, operands.score_scale,
         largest_factor(operands, formats.EXPCAST_SLOPE if recipe.expcast else 1.0), 1.0 / unit,
         D=d, M=rows, FP8_QK=recipe.numerics.startswith("fp8"), EXPCAST=recipe.expcast,
         ASM=has_packing_casts(operands.q.device) if asm is None else asm,

@@ -49,10 +49,10 @@ def add_tile(
 
 
 # All tensors contiguous. Prefixes: p_ pointers, o_ offsets, b_ blocks in registers, i_ indices.
-@triton.jit(do_not_specialize=("lq", "lk", "n_heads"))
+@triton.jit(do_not_specialize=("lq", "lk", "n_heads", "out_heads"))
 def attend_int8_values_kernel(
     q, k, v, q_scale, k_scale, k_scale_max, v_scale, v_sum, v_mean, key_count, lse_shift, out, lse,
-    lq, lk, n_heads, score_scale, largest,
+    lq, lk, n_heads, out_heads, score_scale, largest,
     D: tl.constexpr, M: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_COUNT: tl.constexpr,
     HAS_LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -95,25 +95,25 @@ def attend_int8_values_kernel(
             b_q, b_qs, b_acc, b_l, b_m, p_k, p_ks, p_v, p_vs, p_sum, p_mean, left, M, HAS_MEAN, True
         )
     b_out = tl.where((b_l > 0.0)[:, None], b_acc / b_l[:, None], 0.0)
-    store_rows(b_out, out, i_bh, o_m, lq, n_heads, D)
+    store_rows(b_out, out, i_bh, o_m, lq, n_heads, out_heads, D)
     if HAS_LSE:
         store_lse(b_m, b_l, lse, lse_shift, i_bh, o_m, lq, 1.0)
 
 
-def attend(operands: TritonOperands):
+def attend(operands: TritonOperands, out=None):
     """Attention output and log-sum-exp of one prepared call; contract as triton_int8_fp8's attend."""
-    return launch(operands)
+    return launch(operands, out)
 
 
-def launch(operands: TritonOperands, rows=64, warps=4, stages=None):
+def launch(operands: TritonOperands, out=None, rows=64, warps=4, stages=None):
     """attend() with the launch shape as arguments, for benchmarks."""
     b, h, lq, d = operands.q.shape
-    out, lse = outputs(operands)
+    out, out_heads, lse = outputs(operands, out)
     stages = stages or pipeline_stages(operands.q.device)
     attend_int8_values_kernel[(b * h * triton.cdiv(lq, rows),)](
         operands.q, operands.k, operands.v, operands.q_scale, operands.k_scale, operands.k_scale_max,
         operands.v_scale, operands.v_sum, operands.v_mean, operands.key_count, operands.lse_shift, out, lse,
-        lq, operands.keys, h, operands.score_scale, largest_factor(operands, 1.0),
+        lq, operands.keys, h, out_heads, operands.score_scale, largest_factor(operands, 1.0),
         D=d, M=rows, HAS_MEAN=operands.v_mean is not None, HAS_COUNT=operands.key_count is not None,
         HAS_LSE=lse is not None, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -195,9 +195,13 @@ BAD = {
         "rope tables must be",
     ),
     "dtype": ([t.double() for t in small()], {}, "takes bf16, fp16 and fp32, got float64"),
-    "auto on a CPU": (small(), {"kernel": "auto"}, "kernel 'reference' runs anywhere"),
+    "auto on a CPU": (small(), {"kernel": "auto"}, "kernel reference runs anywhere"),
     "unknown kernel": (small(), {"kernel": "sage"}, "unknown kernel 'sage'"),
-    "no such GPU": (small(), {"kernel": "triton_int8_fp8"}, "triton_int8_fp8: runs on NVIDIA GPUs, got cpu"),
+    "no such GPU": (
+        small(),
+        {"kernel": "triton_int8_fp8"},
+        "triton_int8_fp8: needs an NVIDIA GPU, got a CPU",
+    ),
 }
 
 
@@ -237,3 +241,16 @@ def test_group_tokens_refuses():
         group_tokens(v, 300)
     with pytest.raises(ValueError, match="previous centroids must be"):
         group_tokens(v, 16, group_tokens(v, 8))
+
+
+def test_an_output_to_write_into_must_fit():
+    q, k, v = small()
+    prepared = prepare_call(q, k, v, kernel="reference")
+    whole = torch.zeros(2, 60, 5, 64, dtype=torch.bfloat16).transpose(1, 2)
+    attend_call(prepared, whole[:, 1:3])
+    assert torch.equal(whole[:, 1:3], attend_call(prepared)[0]) and not whole[:, [0, 3, 4]].any()
+    for wrong in (whole, whole[:, :2].float(), whole[:, :2, 1:]):
+        with pytest.raises(ValueError, match="out must be"):
+            attend_call(prepared, wrong)
+    with pytest.raises(ValueError, match="some heads of memory"):
+        attend_call(prepared, whole[:, ::2][:, :2])

@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 import torch
 from comfyui_vc_attention.kernels.config import Recipe
-from comfyui_vc_attention.kernels.operands import AttentionProblem, TokenGrouping, VCOperands
+from comfyui_vc_attention.kernels.operands import (
+    AttentionProblem,
+    TokenGrouping,
+    VCOperands,
+    heads_in_a_row,
+    new_output,
+)
 from comfyui_vc_attention.kernels.prepare.reference import prepare
 from comfyui_vc_attention.kernels.testing import sample_qkv
 
@@ -27,3 +33,27 @@ def test_operands_hold_no_float_inputs(numerics):
         and value.numel() >= q.numel()
     ]
     assert wide == []
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 1, 1, 16), (1, 3, 1, 16), (1, 3, 5, 16), (2, 3, 5, 16)])
+def test_heads_in_a_row_of_an_output(shape):
+    batch, heads, queries, width = shape
+    assert heads_in_a_row(new_output(shape, torch.float32, torch.device("cpu"))) == heads
+    whole = new_output((batch, heads + 4, queries, width), torch.float32, torch.device("cpu"))
+    row = heads_in_a_row(whole[:, 2 : 2 + heads])
+    assert row == (heads + 4 if batch * queries > 1 else heads)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.empty(2, 3, 5, 16),
+        torch.empty(2, 5, 3, 32).transpose(1, 2)[..., ::2],
+        torch.empty(2, 5, 6, 16).transpose(1, 2)[:, ::2],
+        torch.empty(2, 10, 3, 16).transpose(1, 2)[:, :, :5],
+    ],
+    ids=["heads first", "channels apart", "heads apart", "rows missing"],
+)
+def test_other_layouts_of_an_output_are_refused(out):
+    with pytest.raises(ValueError, match="out must be some heads of memory"):
+        heads_in_a_row(out)

@@ -48,9 +48,9 @@ class Attend:
     def __init__(self):
         self.operands = []
 
-    def __call__(self, prepared):
+    def __call__(self, prepared, out):
         self.operands.append(prepared.operands)
-        return attend_call(prepared)
+        return attend_call(prepared, out)
 
 
 def as_bytes(tensor):

@@ -35,9 +35,10 @@ struct Call {
   const int* key_count;      // [B] or null: all keys
   const float* lse_shift;    // [B H][Lq] or null
   float* lse;                // [B H][Lq] or null
-  void* out;                 // [B][Lq][H][128]
+  void* out;                 // [B][Lq][out_heads][128], at its first head
   i64 rows, tiles, keys;     // Lq, T, Lk
   int heads, blocks, items;  // H, blocks of a head, blocks in all (times 192: below 2^31)
+  int out_heads;             // heads in a row of out: H, or more
   int out_type;              // 0 bf16, 1 fp16, 2 fp32
   float code_scale;          // softmax scale * 8 log2(e): score units to code units
 };
@@ -177,8 +178,8 @@ DEVICE void store_rows(const Call& call, const Item& item, const float (&o)[64],
   const bool second = lane & 1;
   float n0, n1;
   both_rows(l > 0.f ? 1.f / l : 0.f, second, n0, n1);
-  const i64 at = ((batch * call.rows + row) * call.heads + head) * HEAD_DIM + (lane & 3) * 2;
-  const i64 next = (i64)8 * call.heads * HEAD_DIM;
+  const i64 at = ((batch * call.rows + row) * call.out_heads + head) * HEAD_DIM + (lane & 3) * 2;
+  const i64 next = (i64)8 * call.out_heads * HEAD_DIM;
   const bool in0 = row < call.rows, in1 = row + 8 < call.rows;
 #pragma unroll
   for (int j = 0; j < 16; j++) {
