@@ -61,7 +61,7 @@ def test_long_rows_keep_their_mean(kernel, demean):
     v = (1 + 0.01 * v).bfloat16()
     out = run(q.bfloat16(), k.bfloat16(), v, kernel, config=VCConfig(demean=demean))
     kept = v.float()
-    if not demean:
+    if not demean and kernel.endswith("fp8"):
         # E4M3 alone keeps 0.98 of such values: what is asked of the kernel is the mean of its codes
         scale = kept.abs().amax(2, keepdim=True) / 224
         kept = (kept / scale).to(torch.float8_e4m3fn).float() * scale
