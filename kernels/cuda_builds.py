@@ -47,7 +47,7 @@ def grouping_builds(arch: str, everything: bool):
     shapes = [(value_type, 128, 1) for value_type in NODE_INPUTS]
     if everything:
         # more clusters than these do not fit the shared memory of consumer cards (registry.load_grouping)
-        shapes += [("float", 192, 0), ("Bf16", 16, 0)]
+        shapes += [("float", 192, 0), ("Bf16", 16, 0), ("Bf16", 64, 1)]  # 64: a short clip's
     for (value_type, clusters, wide), update in itertools.product(shapes, (1, 0)):
         switches = {"INPUT": value_type, "CLUSTERS": clusters, "USE_UPDATE": update, "USE_WIDE": wide}
         shared = cuda_kmeans._shared_bytes(clusters, bool(update))

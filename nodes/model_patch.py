@@ -267,11 +267,12 @@ class AttentionOverride(Shared):
         run, mask = forward.run, accepted.key_mask
 
         record, step = run.report.record, forward.plan.step
+        clusters = run.settings.config.clusters_for(v.shape[2])
 
         def make(rows_v, previous, rows):
             rows_mask = None if mask is None else mask[rows]
             with record.timed(GROUPING, rows_v.device):
-                return group_tokens(rows_v, run.settings.config.clusters, previous, rows_mask)
+                return group_tokens(rows_v, clusters, previous, rows_mask)
 
         every = run.settings.regroup_every
         grouping, made = run.store.grouping(accepted.layer, conditions(host.options), v, make, step, every)

@@ -77,9 +77,9 @@ class WanPatch:
             return None
         made_in, grouping = self.groupings.get((self.forward, block), (None, None))
         if grouping is None or grouping.order.shape != v.shape[:3]:
-            made_in, grouping = self.step, group_tokens(v, self.config.clusters)
+            made_in, grouping = self.step, group_tokens(v, self.config.clusters_for(v.shape[2]))
         elif self.step - made_in >= self.regroup_every:
-            made_in, grouping = self.step, group_tokens(v, self.config.clusters, grouping)
+            made_in, grouping = self.step, group_tokens(v, self.config.clusters_for(v.shape[2]), grouping)
         self.groupings[self.forward, block] = made_in, grouping
         return grouping
 

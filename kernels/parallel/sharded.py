@@ -57,10 +57,11 @@ class ShardedAttention:
         layer = (self.branch, self._call)  # every forward makes the same calls
         self._call += 1
         made_in, grouping = self.groupings.get(layer, (None, None))
+        clusters = self.config.clusters_for(v.shape[2])
         if grouping is None or grouping.order.shape != v.shape[:3]:
-            made_in, grouping = self.step, group_tokens(v, self.config.clusters, None, key_mask)
+            made_in, grouping = self.step, group_tokens(v, clusters, None, key_mask)
         elif self.step - made_in >= self.regroup_every:
-            made_in, grouping = self.step, group_tokens(v, self.config.clusters, grouping, key_mask)
+            made_in, grouping = self.step, group_tokens(v, clusters, grouping, key_mask)
         self.groupings[layer] = made_in, grouping
         return grouping
 

@@ -64,3 +64,12 @@ def test_4_bit_does_not_rotate_unless_asked():
 def test_combinations_without_a_recipe(choices, message):
     with pytest.raises(ValueError, match=message):
         VCConfig(**choices)
+
+
+@pytest.mark.parametrize(
+    ("keys", "clusters"),
+    [(1, 1), (128, 1), (256, 1), (384, 2), (1440, 8), (7800, 32), (24_576, 128), (24_448, 64), (400_000, 128)],
+)
+def test_few_keys_get_few_clusters(keys, clusters):
+    assert VCConfig().clusters_for(keys) == clusters
+    assert VCConfig(clusters=1).clusters_for(keys) == 1
