@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .config import EXPCAST_CHOICES, PRECISIONS, VALUE_FORMATS, VCConfig
-from .operands import AttentionProblem, TokenGrouping, heads_in_a_row
+from .operands import AttentionProblem, TokenGrouping, boxed, heads_in_a_row
 from .registry import KernelSpec, choose_kernel, load_grouping
 
 DEFAULT_CONFIG = VCConfig()
@@ -85,14 +85,20 @@ def prepare_call(
     kernel="auto",
     return_lse=False,
 ) -> PreparedCall:
-    """First half of vc_attention, for callers that free q, k and v before the output is allocated."""
+    """First half of vc_attention, for callers that free q, k and v before the output is allocated.
+
+    q, k, v: tensors, or boxes (operands.Box) that hold them alone: each is emptied as soon as it was read for
+    the last time. An error may leave some empty.
+    """
+    q, k, v = boxed(q), boxed(k), boxed(v)
     order = None if grouping is None else grouping.order
-    validate(q, k, v, order, key_mask, rope)
-    choice = choose_kernel(AttentionProblem.of(q, k, v, config, rope), kernel)
+    validate(q.peek(), k.peek(), v.peek(), order, key_mask, rope)
+    choice = choose_kernel(AttentionProblem.of(q.peek(), k.peek(), v.peek(), config, rope), kernel)
     if choice.kernel is None:
         raise ValueError(f"no kernel can run this call: {choice.reason}")
-    order, key_count = key_list(order, key_mask, q.shape[1])
-    with on_device(q.device):
+    device, shape, dtype = q.peek().device, q.peek().shape, q.peek().dtype
+    order, key_count = key_list(order, key_mask, shape[1])
+    with on_device(device):
         operands = choice.kernel.load().prepare(
             q,
             k,
@@ -100,11 +106,11 @@ def prepare_call(
             choice.recipe,
             order=order,
             key_count=key_count,
-            softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            softmax_scale=shape[-1] ** -0.5 if scale is None else float(scale),
             rope=rope,
             want_lse=return_lse,
         )
-    return PreparedCall(choice.kernel, operands, q.device, q.shape, q.dtype)
+    return PreparedCall(choice.kernel, operands, device, shape, dtype)
 
 
 def attend_call(prepared: PreparedCall, out: torch.Tensor | None = None):

@@ -7,6 +7,30 @@ import torch
 from .config import Recipe, VCConfig
 
 
+class Box:
+    """A tensor with one owner: whoever reads it last takes it, and it is freed while the call goes on.
+
+    Others' boxes with peek() and take() serve as well.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor: torch.Tensor | None = tensor
+
+    def peek(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise RuntimeError("the tensor of this box was taken")
+        return self._tensor
+
+    def take(self) -> torch.Tensor:
+        tensor, self._tensor = self.peek(), None
+        return tensor
+
+
+def boxed(x) -> Box:
+    """A tensor in a box of its own (the caller still holds it), or the box that x is."""
+    return Box(x) if isinstance(x, torch.Tensor) else x
+
+
 @dataclass(frozen=True)
 class TokenGrouping:
     """A token order per head, and the centroids that made it (they warm-start the next one)."""
@@ -28,7 +52,7 @@ class VCOperands:
     k: torch.Tensor  # [B, H, Lk, D] (nvfp4: [B, H, Lk, D/2])
     v: torch.Tensor  # [B, H, Lk, D] residuals (nvfp4: [B, H, T, D, 64])
     q_scale: torch.Tensor  # fp32 [B, H, Lq] (nvfp4: e4m3 [B, H, Lq, D/16])
-    k_scale: torch.Tensor  # fp32 [B, H, T, 4], one per 32 keys (nvfp4: e4m3 [B, H, Lk, D/16])
+    k_scale: torch.Tensor  # fp32 [B, H, T, 4], one per 32 keys; or more (nvfp4: e4m3 [B, H, Lk, D/16])
     v_scale: torch.Tensor  # fp32 [B, H, D] (fp8), [B, H, T, D] (int8), e4m3 [B, H, T, D, 8] (nvfp4)
     v_mean: torch.Tensor | None  # 16-bit [B, H, T, D]; divided by v_scale for fp8; None: not demeaned
     score_scale: float  # softmax scale * log2(e)

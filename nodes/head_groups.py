@@ -50,6 +50,8 @@ def attend_by_heads(q, k, v, config, groups: int, *, grouping=None, **call):
     for first in range(0, heads, size):
         part = slice(first, first + size)
         order = None if grouping is None else TokenGrouping(grouping.order[:, part].contiguous(), None)
-        prepared = prepare_call(q[:, part], k[:, part], v[:, part], config, grouping=order, **call)
-        attend_call(prepared, out[:, part])
+        # unnamed, or the operands of one group would live while those of the next are made
+        attend_call(
+            prepare_call(q[:, part], k[:, part], v[:, part], config, grouping=order, **call), out[:, part]
+        )
     return out

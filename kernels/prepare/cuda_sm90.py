@@ -8,6 +8,7 @@ import torch
 from .. import formats
 from ..attend.cuda_build import load_module, pack
 from ..config import Recipe
+from ..operands import boxed
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda_sm90.cu"
 ARCH = "sm_90a"
@@ -46,53 +47,93 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
     q, k, v: [.., 128], any strides with a contiguous last dimension; offsets are 64-bit.
     """
-    batch, heads, queries, _ = q.shape
-    keys, device = k.shape[2], q.device
+    q, k, v = boxed(q), boxed(k), boxed(v)
+    (batch, heads, queries, _), keys = q.peek().shape, k.peek().shape[2]
+    device, out_dtype, v_dtype = q.peek().device, q.peek().dtype, v.peek().dtype
     tiles, blocks, chunks = formats.tile_count(keys), -(-queries // BLOCK_ROWS), -(-keys // CHUNK)
     mean_tiles = -(-tiles // MEAN_TILES)
     fp8_values = recipe.value_format == "fp8"
-    mean_dtype = torch.float16 if fp8_values or v.dtype == torch.float16 else torch.bfloat16
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(batch, heads, *shape, dtype=dtype, device=device)
 
-    operands = HopperOperands(
-        recipe,
-        (batch, heads, queries, keys),
-        q=empty(blocks * 3, 64, 128, dtype=torch.uint8),
-        q_scale=empty(blocks * BLOCK_ROWS),
-        k=empty(tiles, KEY_RECORD, dtype=torch.uint8),
-        v=empty(tiles, VALUE_RECORD[recipe.value_format], dtype=torch.uint8),
-        v_scale=empty(HEAD_DIM) if fp8_values else None,
-        means=empty(mean_tiles, MEAN_RECORD // 2, dtype=mean_dtype) if recipe.demean else None,
-        key_count=key_count,
-        lse_shift=empty(queries) if want_lse else None,
-        score_scale=softmax_scale * formats.LOG2E,
-        out_dtype=q.dtype,
-    )
     order = None if order is None else order.contiguous()
     partial = torch.empty(2, batch, heads, chunks, HEAD_DIM, device=device)
-    k_mean = empty(HEAD_DIM)
+    k_mean, v_scale = empty(HEAD_DIM), empty(HEAD_DIM) if fp8_values else None
     rope_fields, rope_tables = _rope_fields(rope)
-    job = pack(
-        JOB.replace(" ", ""),
-        *_rows(q), *_rows(k), *_rows(v),
-        *rope_fields,
-        order, key_count,
-        partial, k_mean, operands.v_scale,
-        operands.q, operands.q_scale, operands.k, operands.v, operands.means, operands.lse_shift,
-        queries, keys,
-        heads, tiles, blocks, chunks,
-        *_sign_words(),
-        softmax_scale,
-        int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
-    )  # fmt: skip
-    # one decision for q and k: it says whether the mean of k is kept rotated
-    tensor = recipe.rotate_qk and rope is None and torch.float32 not in (q.dtype, k.dtype)
-    modules = (load(recipe, x.dtype, device, rope is not None, _is_wide(x), tensor) for x in (q, k, v))
-    _launch(operands, job, *modules, formats.TILE * HEAD_DIM * v.element_size())
+    inputs = [*_rows(q.peek()), *_rows(k.peek()), *_rows(v.peek())]
+    passes = _Passes(recipe, q.peek(), k.peek(), v.peek(), rope is not None)
+
+    def job(q_image=None, q_scale=None, k_image=None, v_image=None, means=None, lse_shift=None):
+        return pack(
+            JOB.replace(" ", ""),
+            *inputs,
+            *rope_fields,
+            order, key_count,
+            partial, k_mean, v_scale,
+            q_image, q_scale, k_image, v_image, means, lse_shift,
+            queries, keys,
+            heads, tiles, blocks, chunks,
+            *_sign_words(),
+            softmax_scale,
+            int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
+        )  # fmt: skip
+
+    # each input is given up as soon as it was read, before there is memory for the next one's codes
+    passes.statistics(job(), chunks)
+    made_k = empty(tiles, KEY_RECORD, dtype=torch.uint8)
+    passes.codes_k(job(k_image=made_k), tiles * 4)
+    k.take()
+    made_q = empty(blocks * 3, 64, 128, dtype=torch.uint8), empty(blocks * BLOCK_ROWS)
+    lse_shift = empty(queries) if want_lse else None
+    passes.codes_q(job(*made_q, lse_shift=lse_shift), blocks * 3)
+    q.take()
+    made_v = empty(tiles, VALUE_RECORD[recipe.value_format], dtype=torch.uint8)
+    mean_dtype = torch.float16 if fp8_values or v_dtype == torch.float16 else torch.bfloat16
+    means = empty(mean_tiles, MEAN_RECORD // 2, dtype=mean_dtype) if recipe.demean else None
+    # blocks past the last tile zero the means that fill its group of 16
+    passes.codes_v(job(v_image=made_v, means=means), mean_tiles * MEAN_TILES if recipe.demean else tiles)
+    v.take()
     del rope_tables  # kept until the kernels that read them were launched
-    return operands
+    return HopperOperands(
+        recipe, (batch, heads, queries, keys), *made_q, made_k, made_v, v_scale, means, key_count, lse_shift,
+        softmax_scale * formats.LOG2E, out_dtype,
+    )  # fmt: skip
+
+
+class _Passes:
+    """The launches of one call; holds none of its tensors."""
+
+    def __init__(self, recipe, q, k, v, rope):
+        self.recipe, self.all_heads = recipe, q.shape[0] * q.shape[1]
+        # one decision for q and k: it says whether the mean of k is kept rotated
+        tensor = recipe.rotate_qk and not rope and torch.float32 not in (q.dtype, k.dtype)
+        self.of_q, self.of_k, self.of_v = (
+            load(recipe, x.dtype, q.device, rope, _is_wide(x), tensor) for x in (q, k, v)
+        )
+        self.v_tile_bytes = formats.TILE * HEAD_DIM * v.element_size()
+
+    def statistics(self, job, chunks):
+        smooth, scales_v = self.recipe.smooth_k, self.recipe.value_format == "fp8"
+        if smooth and scales_v and self.of_k is self.of_v:
+            self.of_k.launch("statistics", (chunks, self.all_heads, 2), 256, job, pack("i", 0))
+        else:
+            if smooth:
+                self.of_k.launch("statistics", (chunks, self.all_heads), 256, job, pack("i", 0))
+            if scales_v:
+                self.of_v.launch("statistics", (chunks, self.all_heads), 256, job, pack("i", 1))
+        if smooth or scales_v:
+            self.of_k.launch("finish_statistics", (self.all_heads,), HEAD_DIM, job)
+
+    def codes_q(self, job, blocks):
+        self.of_q.launch("codes_q", (blocks, self.all_heads), 128, job)
+
+    def codes_k(self, job, blocks):
+        self.of_k.launch("codes_k", (blocks, self.all_heads), 64, job)
+
+    def codes_v(self, job, blocks):
+        # the tile as it is, then its codes in the same place
+        self.of_v.launch("codes_v", (blocks, self.all_heads), 256, job, shared=self.v_tile_bytes)
 
 
 def load(recipe, dtype, device, rope=False, wide=True, tensor_rotation=False):
@@ -109,28 +150,6 @@ def load(recipe, dtype, device, rope=False, wide=True, tensor_rotation=False):
     return load_module(SOURCE, ARCH, device, tuple(f"{name}={value}" for name, value in switches.items()))
 
 
-def _launch(operands, job, of_q, of_k, of_v, v_tile_bytes):
-    """The passes, from the modules of q, k and v."""
-    recipe, (batch, heads, _, keys) = operands.recipe, operands.shape
-    all_heads, tiles, chunks = batch * heads, formats.tile_count(keys), -(-keys // CHUNK)
-    scales_v = operands.v_scale is not None
-    if recipe.smooth_k and scales_v and of_k is of_v:
-        of_k.launch("statistics", (chunks, all_heads, 2), 256, job, pack("i", 0))
-    else:
-        if recipe.smooth_k:
-            of_k.launch("statistics", (chunks, all_heads), 256, job, pack("i", 0))
-        if scales_v:
-            of_v.launch("statistics", (chunks, all_heads), 256, job, pack("i", 1))
-    if recipe.smooth_k or scales_v:
-        of_k.launch("finish_statistics", (all_heads,), HEAD_DIM, job)
-    of_q.launch("codes_q", (operands.q.shape[2], all_heads), 128, job)
-    of_k.launch("codes_k", (tiles * 4, all_heads), 64, job)
-    # blocks past the last tile zero the means that fill its group of 16
-    v_blocks = operands.means.shape[2] * MEAN_TILES if recipe.demean else tiles
-    # the tile as it is, then its codes in the same place
-    of_v.launch("codes_v", (v_blocks, all_heads), 256, job, shared=v_tile_bytes)
-
-
 def _is_wide(x):
     """Whether every row starts on 16 bytes."""
     vector = 16 // x.element_size()
@@ -138,8 +157,8 @@ def _is_wide(x):
 
 
 def _rows(x):
-    """struct Rows of a strided tensor."""
-    return x, *x.stride()[:3]
+    """struct Rows of a strided tensor; a pointer, so that nothing holds the tensor."""
+    return x.data_ptr(), *x.stride()[:3]
 
 
 def _rope_fields(rope):

@@ -9,7 +9,7 @@ import torch
 from .. import formats
 from ..config import Recipe
 from ..formats import K_GROUP, MICRO, TILE
-from ..operands import VCOperands
+from ..operands import VCOperands, boxed
 
 
 def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scale, rope=None, want_lse=False):
@@ -17,8 +17,10 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
     q: [B, H, Lq, D]; k, v: [B, H, Lk, D]. order: int32 [B, H, Lk] or None (token order). key_count: int32
     [B] or None; only the first key_count entries of order exist. rope: (cos, sin, layout) as apply_rope.
-    Returns VCOperands.
+    Returns VCOperands. q, k, v may come in boxes, which are emptied when the call was quantized.
     """
+    boxes = boxed(q), boxed(k), boxed(v)
+    q, k, v = (box.peek() for box in boxes)
     out_dtype, mean_dtype = q.dtype, torch.float16 if v.dtype == torch.float16 else torch.bfloat16
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = q.to(work), k.to(work), v.to(work)
@@ -35,6 +37,8 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         q, k = rotate(q), rotate(k)
     means = tile_means(v, key_count) if recipe.demean else None
     scaled = _PREPARE[recipe.numerics](q, k, v, means, mean_dtype, key_count)
+    for box in boxes:
+        box.take()
     return VCOperands(
         recipe,
         score_scale=softmax_scale * formats.LOG2E,
@@ -123,8 +127,9 @@ def quantize_qk(x, group, top, cast):
 
 
 def _k_scales_by_tile(scale):
-    """[B, H, groups] -> [B, H, T, 4]; groups that hold no key have scale 1."""
-    return torch.nn.functional.pad(scale, (0, -scale.shape[2] % 4), value=1.0).unflatten(2, (-1, 4))
+    """[B, H, groups] -> [B, H, T, groups of a tile]; groups that hold no key have scale 1."""
+    groups = TILE // K_GROUP
+    return torch.nn.functional.pad(scale, (0, -scale.shape[2] % groups), value=1.0).unflatten(2, (-1, groups))
 
 
 def _qk_operands(q, k, top, cast):
