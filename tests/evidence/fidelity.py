@@ -21,7 +21,7 @@ CLUSTERS, ITERATIONS = (4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 6, 10)
 
 @dataclass
 class Sizes:
-    heads: int = 4
+    heads: int = 2  # as the calibration
     grid: tuple = CALIBRATION_GRID
     rows: int = 256
     steps: tuple = (1, 4, 9)

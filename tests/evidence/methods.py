@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.config import Recipe, VCConfig
 
 from .dense import WHOLE, Numerics, outputs
 from .samples import Sample
@@ -55,13 +55,13 @@ ALL_FP8 = Recipe("fp8_fp8", expcast=True)
 NVFP4 = Recipe("nvfp4", rotate_qk=False)
 RECIPES = {"int8_fp8 + ExpCast": FP8, "int8_fp8": FP8_EXP, "int8_int8": INT8, "fp8_fp8 + ExpCast": ALL_FP8,
            "nvfp4": NVFP4}  # fmt: skip
-ORDERS = ("sequence", "cube", "grouped", "capped", "warm", "balanced")
+ORDERS = ("sequence", "cube", "grouped", "uncapped", "warm", "balanced")
 BALANCED_TOKENS = 20_000  # balancing is slow: beyond that on plain structured values only
 
 # the same recipes as parameters, so that variants differ from them in one choice
 DENSE_FP8 = Numerics(p="expcast", v="e4m3", v_top=224.0, v_scale_of_residual=False, demean=True)
-DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True)
-INT8_EXACT_MASS = replace(DENSE_INT8, exact_sum=True, exact_mass=True)
+DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True, exact_sum=True, exact_mass=True)
+INT8_CODE_MASS = replace(DENSE_INT8, exact_sum=False, exact_mass=False)
 DENSE_NVFP4 = Numerics(
     qk="nvfp4", q_group=WHOLE, k_group=WHOLE, rotate_qk=False, p="nvfp4", v="nvfp4", demean=True
 )
@@ -73,8 +73,8 @@ def order_refusal(order):
     def why_not(sample):
         if order == "warm" and sample.earlier is None:
             return "no earlier step's values"
-        if order == "capped" and sample.capped_clusters == sample.clusters:
-            return "as many tiles as the clusters need: the same as grouped"
+        if order == "uncapped" and sample.clusters == VCConfig().clusters:
+            return "long enough for every cluster: the same as grouped"
         slow = sample.v.shape[2] > BALANCED_TOKENS and sample.name != "structured"
         return "slow" if order == "balanced" and slow else None
 
@@ -104,19 +104,19 @@ def variants():
     """One choice changed at a time, from the grouped recipe."""
     fp8, int8, fp4 = "int8_fp8 + ExpCast", "int8_int8", "nvfp4"
     own_scale = replace(DENSE_FP8, v_scale_of_residual=True, v_top=448.0)
-    by_channel = replace(DENSE_INT8, v_group=WHOLE)
+    by_channel, bare = replace(DENSE_INT8, v_group=WHOLE), replace(INT8_CODE_MASS, demean=False)
     rows = [
         (f"{fp8}, means, Hadamard on V", replace(DENSE_FP8, rotate_v=True), "sequence"),
         (f"{fp8}, V scale from the residual", own_scale, "grouped"),
         (f"{int8}, one V scale per channel", by_channel, "grouped"),
-        (f"{int8}, one V scale per channel, no means", replace(by_channel, demean=False), "sequence"),
+        (f"{int8}, one V scale per channel, no means", replace(bare, v_group=WHOLE), "sequence"),
         (f"{int8}, QK exact", replace(DENSE_INT8, qk="exact"), "grouped"),
         (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
         (f"{fp4}, Q smoothed", replace(DENSE_NVFP4, smooth_q=True), "grouped"),
         (f"{fp4}, Q smoothed, no means", replace(DENSE_NVFP4, smooth_q=True, demean=False), "sequence"),
     ]  # fmt: skip
     rows += [
-        (f"{int8}, mass exact", INT8_EXACT_MASS, order) for order in ("sequence", "cube", "grouped", "capped")
+        (f"{int8}, mass of the codes", INT8_CODE_MASS, order) for order in ("sequence", "cube", "grouped")
     ]
     exact_fp8 = replace(DENSE_FP8, exact_sum=True, exact_mass=True)
     rows.append((f"{fp8}, mass exact", exact_fp8, "grouped"))

@@ -73,7 +73,10 @@ def error_bars(kind):
         rows = shown_methods(table(data, "Output error"))
         key = next((name for name in (rows[0] if rows else ()) if name.startswith(kind)), None)
         axes.set_xscale("log")
-        axes.set_title(f"Output error, {key}; red: ours")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.grid(axis="x", which="both", alpha=0.3)
+        axes.set_title(f"Output error, {key}; red: ours, cyan: a package, blue: our reference of one")
         return key is not None and bars(axes, rows, key, "relative L2 against exact attention")
 
     return paint

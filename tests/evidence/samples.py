@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from comfyui_vc_attention.kernels.formats import tile_count
+from comfyui_vc_attention.kernels import VCConfig
 from comfyui_vc_attention.kernels.testing import sample_qkv
 
 from . import orders
@@ -28,7 +28,6 @@ class Sample:
     v: torch.Tensor
     grid: tuple[int, int, int]
     earlier: torch.Tensor | None = None
-    clusters: int = 128
     _orders: dict = field(default_factory=dict, init=False, repr=False)
 
     def order(self, name):
@@ -44,20 +43,20 @@ class Sample:
             return orders.static_cube(self.grid, self.v.shape[1], self.v.device)
         if name == "grouped":
             return orders.kmeans(self.v, self.clusters)
-        if name == "capped":
-            return orders.kmeans(self.v, self.capped_clusters)
+        if name == "uncapped":
+            return orders.kmeans(self.v, VCConfig().clusters)
         if name == "warm":
             if self.earlier is None:
                 raise ValueError(f"{self.name} has no earlier values to start from")
             return orders.kmeans_warm(self.v, self.earlier, self.clusters)
         if name == "balanced":
             return orders.balanced_kmeans(self.v)
-        raise ValueError(f"order must be sequence, cube, grouped, capped, warm or balanced, got {name!r}")
+        raise ValueError(f"order must be sequence, cube, grouped, uncapped, warm or balanced, got {name!r}")
 
     @property
-    def capped_clusters(self):
-        """Clusters, but no more than two for three tiles: more could not have a tile each."""
-        return max(1, min(self.clusters, 2 * tile_count(self.v.shape[2]) // 3))
+    def clusters(self):
+        """As many as the node makes of so many tokens."""
+        return VCConfig().clusters_for(self.v.shape[2])
 
     def rows(self, count):
         """q in blocks of 128 consecutive rows spread over the sequence: (q [1, H, M, D], row numbers)."""

@@ -23,22 +23,28 @@ def run_stages(q, k, v, recipe: Recipe, order=None, scale=None):
 
 
 class ExactValues:
-    """In the place of the quantized values in the attend stage: values [B, H, T, 128, D] as they are."""
+    """In the place of the quantized values in the attend stage: values [B, H, T, 128, D] as they are.
 
-    def __init__(self, ordered):
+    means [B, H, T, D]: what the stage restores with a mass of its own; None where that is the sum of codes.
+    """
+
+    def __init__(self, ordered, means=None):
         self.dtype, self.codes, self.head_dim = ordered.dtype, in_tiles(ordered), ordered.shape[-1]
-        self.scale = torch.ones_like(self.codes[:, :, :, 0])
+        self.scale, self.means = torch.ones_like(self.codes[:, :, :, 0]), means
+        if means is not None:
+            self.codes = self.codes - means[:, :, :, None]
 
     def weighted(self, p, j):
         return p @ self.codes[:, :, j, : p.shape[-1]]
 
     def restore(self, mass, j):
-        return 0.0
+        return 0.0 if self.means is None else mass[..., None] * self.means[:, :, j, None]
 
 
 def attend_exact_values(operands, ordered):
     """The attend stage's loop over ExactValues: the probabilities of Eq. 2 on values as they were."""
-    exact = ExactValues(ordered)
+    means = attend_stage._Values(operands).means if operands.recipe.value_format == "int8" else None
+    exact = ExactValues(ordered, means)
     softmax = attend_stage.OnlineSoftmax(operands.q.shape[:3], exact.head_dim, exact.dtype, ordered.device)
     add_tile = attend_stage._ADD_TILE[operands.recipe.value_format]
     for j in range(tile_count(operands.k.shape[2])):

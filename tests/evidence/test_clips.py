@@ -80,7 +80,9 @@ def test_tables_of_a_run(model, monkeypatch):
     monkeypatch.setattr(clips, "load_model", lambda weights, device: model)
     rows = {"PyTorch, 16 bit": ("torch", TorchAttention(True))}
     monkeypatch.setattr(clips, "main_rows", lambda device: rows)
-    monkeypatch.setattr(clips, "ablation_rows", lambda: {("int8_int8", "first"): ("ours", TorchAttention())})
+    monkeypatch.setattr(
+        clips, "ablation_rows", lambda device: {("int8_int8", "first"): ("reference", TorchAttention())}
+    )
     tables, data = clips.run(torch.device("cpu"), steps=1)
     assert [len(table.rows) for table in tables] == [1, 1]
     assert data["steps"] == 1 and "1 clips" in tables[0].question
@@ -89,5 +91,5 @@ def test_tables_of_a_run(model, monkeypatch):
 def test_rows_cover_the_recipes_and_the_papers_ablation():
     names = clips.main_rows(torch.device("cpu"))
     assert {"int8_int8, window of a quarter", "SageAttention 2", "nvfp4, no means"} <= set(names)
-    policies = {policy for _, policy in clips.ablation_rows()}
+    policies = {policy for _, policy in clips.ablation_rows(torch.device("cpu"))}
     assert {"first quarter", "uniform quarter", "every step", "first quarter, order kept after"} <= policies
