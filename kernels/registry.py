@@ -60,6 +60,13 @@ def _load_cuda_fp8_fp8_sm90():
     return Stages(prepare, attend)
 
 
+def _load_cuda_nvfp4_sm120():
+    from .attend.cuda_nvfp4_sm120 import attend
+    from .prepare.cuda_nvfp4 import prepare
+
+    return Stages(prepare, attend)
+
+
 def _load_triton_int8_fp8():
     from .attend.triton_int8_fp8 import attend
     from .prepare.triton_int8_fp8 import prepare
@@ -88,11 +95,28 @@ def _load_reference():
     return Stages(prepare, attend)
 
 
+def _in_words(device_type: str) -> str:
+    return {"cpu": "a CPU", "rocm": "an AMD GPU", "mps": "an Apple GPU"}.get(device_type, device_type)
+
+
 def _hopper_refuses(problem: AttentionProblem) -> str | None:
     if problem.device_type != "cuda":
-        return f"runs on NVIDIA GPUs, got {problem.device_type}"
+        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
     if problem.capability != (9, 0):
         return f"needs sm_90 (H100, H200), got sm_{problem.capability[0]}{problem.capability[1]}"
+    if problem.head_dim != 128:
+        return f"needs head_dim 128, got {problem.head_dim}"
+    from .attend.cuda_build import why_no_build
+
+    return why_no_build()
+
+
+def _nvfp4_refuses(problem: AttentionProblem) -> str | None:
+    if problem.device_type != "cuda":
+        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
+    if problem.capability not in ((12, 0), (12, 1)):
+        got = f"sm_{problem.capability[0]}{problem.capability[1]}"
+        return f"needs 4-bit tensor cores of sm_120 (RTX 50, RTX PRO Blackwell), got {got}"
     if problem.head_dim != 128:
         return f"needs head_dim 128, got {problem.head_dim}"
     from .attend.cuda_build import why_no_build
@@ -110,7 +134,7 @@ def _triton_missing() -> str | None:
 
 def _triton_refuses(problem: AttentionProblem, lowest: tuple[int, int]) -> str | None:
     if problem.device_type != "cuda":
-        return f"runs on NVIDIA GPUs, got {problem.device_type}"
+        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
     if problem.capability < lowest:
         return (
             f"needs sm_{lowest[0]}{lowest[1]} or newer, got sm_{problem.capability[0]}{problem.capability[1]}"
@@ -150,6 +174,7 @@ KERNELS = (
     KernelSpec("cuda_int8_fp8_sm90", ("int8_fp8",), _load_cuda_int8_fp8_sm90, _hopper_refuses),
     KernelSpec("cuda_int8_int8_sm90", ("int8_int8",), _load_cuda_int8_int8_sm90, _hopper_refuses),
     KernelSpec("cuda_fp8_fp8_sm90", ("fp8_fp8",), _load_cuda_fp8_fp8_sm90, _hopper_refuses),
+    KernelSpec("cuda_nvfp4_sm120", ("nvfp4",), _load_cuda_nvfp4_sm120, _nvfp4_refuses),
     KernelSpec(
         "triton_int8_fp8",
         ("int8_fp8",),
@@ -198,7 +223,7 @@ def choose_kernel(problem: AttentionProblem, name: str = "auto", *, untested: bo
         if choice.kernel and not refusal:
             return choice
         refusals.append(f"{spec.name}: {refusal}" if refusal else choice.reason)
-    hint = "" if problem.device_type == "cuda" else "; kernel 'reference' runs anywhere, slowly"
+    hint = "" if problem.device_type == "cuda" else "; kernel reference runs anywhere, slowly"
     return Choice(None, joined(refusals) + hint)
 
 
@@ -219,7 +244,8 @@ def joined(refusals: list[str]) -> str:
         name, _, why = refusal.partition(": ")
         kernels.setdefault(why, []).append(name)
     if len(kernels) == 1 and len(refusals) > 1:
-        return f"every kernel: {next(iter(kernels))}"
+        why = next(iter(kernels))
+        return f"every kernel {why}" if why.startswith(("needs ", "takes ")) else f"every kernel: {why}"
     return "; ".join(f"{', '.join(names)}: {why}" for why, names in kernels.items())
 
 

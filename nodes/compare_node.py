@@ -1,13 +1,17 @@
 """The node "VC-Attention Compare": two clips of the same seed, and how far they are apart."""
 
+import math
+
 import torch
 from comfy_api.latest import io
 
 from .compare_picture import compare_picture
 from .likeness import frames_of_images, frames_of_latents, psnr, ssim
-from .report_node import reports_of, shown_on_node
+from .not_active import why_not_active
+from .report_node import patched_model, reports_of, shown_on_node
 from .report_picture import as_image_tensor
 from .report_text import machine_line, run_lines, without_paths
+from .run_report import RunReport
 
 WORST = "worst"
 
@@ -33,12 +37,8 @@ class VCAttentionCompare(io.ComfyNode):
                 io.Image.Input("images_b", optional=True, tooltip="Pictures of clip B, usually patched."),
                 io.Latent.Input("latent_a", optional=True, tooltip="Used where there are no pictures."),
                 io.Latent.Input("latent_b", optional=True, tooltip="Used where there are no pictures."),
-                io.Model.Input(
-                    "model_a", optional=True, tooltip="What sampled clip A: adds times and errors."
-                ),
-                io.Model.Input(
-                    "model_b", optional=True, tooltip="What sampled clip B: adds times and errors."
-                ),
+                patched_model("model_a", "What sampled clip A: adds times and errors.", optional=True),
+                patched_model("model_b", "What sampled clip B: adds times and errors.", optional=True),
                 io.Combo.Input(
                     "frame",
                     options=[WORST, "first", "middle", "last"],
@@ -77,14 +77,20 @@ class VCAttentionCompare(io.ComfyNode):
         alike = float(ssims.mean())
         shown = frame_number(frame, psnrs)
         worst = int(psnrs.argmin())
-        lines = [
+        models = ((name_a, model_a), (name_b, model_b))
+        identical = peak == math.inf
+        warning = f"The clips are identical. {why_identical(models)}" if identical else ""
+        lines = [] if identical else [
             f"PSNR {peak:.2f} dB, SSIM {alike:.4f} of the {what}, {len(psnrs)} frames",
             f"worst frame {worst + 1}: {float(psnrs[worst]):.2f} dB, SSIM {float(ssims[worst]):.4f}",
-            *told_by_models(name_a, model_a, name_b, model_b),
-        ]
-        image = as_image_tensor(compare_picture(a, b, (name_a, name_b), lines, psnrs.tolist(), shown))
-        text = without_paths("\n".join([machine_line(), f"A: {name_a}, B: {name_b}", *lines]))
-        return io.NodeOutput(image, text, peak, alike, ui=shown_on_node(image, text))
+        ]  # fmt: skip
+        runs = runs_of(models)
+        picture = compare_picture(a, b, (name_a, name_b), lines, psnrs.tolist(), shown, runs, warning)
+        image = as_image_tensor(picture)
+        told = [line for name, report in runs for line in (f"{name}:", *run_lines(report))]
+        head = [machine_line(), f"A: {name_a}, B: {name_b}", *([warning] if warning else ())]
+        text = without_paths("\n".join([*head, *lines, *told]))
+        return io.NodeOutput(image, text, peak, alike, ui=shown_on_node(image, text, warning))
 
 
 def pair_of(images_a, images_b, latent_a, latent_b):
@@ -107,11 +113,19 @@ def frame_number(frame: str, psnrs: torch.Tensor) -> int:
     return {"first": 0, "middle": last // 2, "last": last}.get(frame, int(psnrs.argmin()))
 
 
-def told_by_models(name_a, model_a, name_b, model_b) -> list[str]:
-    """What the models' last runs recorded; nothing for a model without VC-Attention."""
-    lines = []
-    for name, model in ((name_a, model_a), (name_b, model_b)):
-        reports = reports_of(model) if model is not None else []
-        if reports:
-            lines += [f"{name}:", *run_lines(reports[-1])]
-    return lines
+def runs_of(models) -> list[tuple[str, RunReport]]:
+    """models: (clip's name, MODEL or None) -> the last run of each; none of a model without VC-Attention."""
+    pairs = ((name, reports_of(model)) for name, model in models if model is not None)
+    return [(name, reports[-1]) for name, reports in pairs if reports]
+
+
+def why_identical(models) -> str:
+    """What the models of two clips without a difference say about it, that of clip B first."""
+    connected = [(name, model) for name, model in reversed(models) if model is not None]
+    for name, model in connected:
+        if why_not_active(model):
+            return f"VC-Attention did not run for {name}: {why_not_active(model)}"
+    for name, model in connected:
+        if not reports_of(model):
+            return f"VC-Attention did not run for {name}: no patch is active on its model"
+    return "What was to differ between them did not run"

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .report_picture import FAINT, KERNEL_COLOURS, MARGIN, WIDTH, Sheet
+from .report_picture import EMPTY, FAINT, INK, KERNEL_COLOURS, LEFT_COLOUR, MARGIN, WIDTH, Sheet, font
+from .report_text import call_rows, head_line, note_lines, without_paths
+from .run_report import RunReport
 
 GAP, TITLE = 12, 15
 FULL_SCALES = (
@@ -58,31 +60,58 @@ def draw_frames(sheet: Sheet, a: torch.Tensor, b: torch.Tensor, titles: Sequence
 
 
 def draw_curve(sheet: Sheet, values: Sequence[float], name: str, chosen: int) -> None:
-    """A bar per frame; the frame shown above is marked."""
+    """A mark per frame between two labelled tens of dB; that of the frame shown above is green."""
     finite = [value for value in values if np.isfinite(value)]
     if len(finite) < 2:
         return
-    low, high, height = min(finite), max(finite), 56
-    low -= 0.15 * max(high - low, 1e-6)
+    low, high, height = 10 * np.floor(min(finite) / 10), 10 * np.floor(max(finite) / 10) + 10, 60
     sheet.label(
-        (MARGIN, sheet.y), f"{name} per frame, {min(finite):.2f} to {high:.2f}; marked: the frame above"
+        (MARGIN, sheet.y),
+        f"{name} per frame, {min(finite):.2f} to {max(finite):.2f} dB; green: the frame above",
     )
-    sheet.y += 20
-    column = (WIDTH - 2 * MARGIN) / len(values)
+    left, top = MARGIN + 56, sheet.y + 24
+    for level, y in ((high, top), (low, top + height)):
+        sheet.label((MARGIN, y), f"{level:.0f} dB", anchor="lm")
+        sheet.box(left, y, WIDTH - MARGIN, y + 1, EMPTY)
+    column = (WIDTH - MARGIN - left) / len(values)
     for place, value in enumerate(values):
-        share = (min(value, high) - low) / (high - low)
-        x, bottom = MARGIN + place * column, sheet.y + height
+        y = top + height * (high - min(value, high)) / (high - low)
+        x = left + place * column
         colour = KERNEL_COLOURS[1] if place != chosen else KERNEL_COLOURS[0]
-        sheet.box(x, bottom - max(1, height * share), x + max(1, column - 1), bottom, colour)
-    sheet.y += height + 12
+        sheet.box(x, y - 2, x + max(1, column - 1), y + 2, colour)
+    sheet.y = top + height + 14
 
 
-def compare_picture(a, b, titles, lines: Sequence[str], psnrs: Sequence[float], frame: int) -> Image.Image:
-    """a, b [N, C, H, W] in 0..1; titles of the two; lines of text; PSNR of every frame; the frame to show."""
+def draw_facts(sheet: Sheet, name: str, report: RunReport) -> None:
+    """One model's run, smaller than in its own report."""
+    sheet.y += 6
+    sheet.text(without_paths(f"{name}: {head_line(report)}"), 14)
+    if report.warning():
+        sheet.text(without_paths(report.warning()), 14, LEFT_COLOUR)
+    for what, calls, duration in call_rows(report):
+        top = sheet.y
+        sheet.draw.text((MARGIN + 420, top), calls, font=font(13), fill=FAINT, anchor="ra")
+        sheet.draw.text((MARGIN + 450, top), duration, font=font(13), fill=FAINT)
+        sheet.text(sheet.cut(what, 13, 360), 13, FAINT, x=MARGIN + 14)
+    for line in note_lines(report):
+        sheet.text(line, 13, FAINT, x=MARGIN + 14)
+
+
+def compare_picture(
+    a, b, titles, lines: Sequence[str], psnrs: Sequence[float], frame: int, runs=(), warning: str = ""
+) -> Image.Image:
+    """a, b [N, C, H, W] in 0..1; titles of the two; lines of text; PSNR of every frame; the frame to show.
+
+    runs: (name, report) of the models that made them. warning: what to see first.
+    """
     sheet = Sheet()
     draw_frames(sheet, a, b, titles, frame)
+    if warning:
+        sheet.text(without_paths(warning), 17, LEFT_COLOUR)
     for number, line in enumerate(lines):
-        sheet.text(line, 17 if number == 0 else 13, *(() if number == 0 else (FAINT,)))
-    sheet.y += 6
+        big = number == 0 and not warning
+        sheet.text(line, 17 if big else 13, INK if big else FAINT)
     draw_curve(sheet, psnrs, "PSNR", frame)
+    for name, report in runs:
+        draw_facts(sheet, name, report)
     return sheet.finish()

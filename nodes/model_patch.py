@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from ..kernels import AttentionProblem, TokenGrouping, attend_call, group_tokens, prepare_call
+from ..kernels.operands import boxed
 from ..kernels.registry import KernelSpec
-from .attention_layout import key_mask_of, like_caller, split_heads
+from .attention_layout import HeadsBox, key_mask_of, like_caller, one_storage, split_heads
 from .families import AttentionCall, Family
-from .head_groups import attend_by_heads, free_memory, groups_needed
+from .head_groups import BOXED, attend_by_heads, free_memory, groups_needed
 from .kernel_errors import raise_unless_recoverable
+from .not_active import REASON
 from .patch_settings import PatchSettings
 from .run_record import GROUPING, USUAL, ErrorProbe
 from .run_report import RunReport, say
@@ -96,10 +98,10 @@ class AttentionOverride(Shared):
     @torch.compiler.disable
     def __call__(self, func, q, k, v, *args, **kwargs):
         """ComfyUI's override contract, with tensors."""
-        out = self._take(args, kwargs, lambda: (q, k, v), release=None)
+        out = self.take(args, kwargs, lambda: (q, k, v))
         if out is not None:
             return out
-        with self._watch_usual(kwargs, q.device):
+        with self.watch_usual(kwargs, q.device):
             if self._vc_previous is not None:
                 return self._vc_previous(func, q, k, v, *args, **kwargs)
             return func(q, k, v, *args, **kwargs)
@@ -108,44 +110,43 @@ class AttentionOverride(Shared):
     def container_function(self, q, k, v, *args, **kwargs):
         """The same with single-owner boxes, so that q, k and v can be freed before the output exists."""
         boxes = (q, k, v)
-
-        def release():
-            for box in boxes:
-                box.take()
-
-        out = self._take(args, kwargs, lambda: tuple(box.peek() for box in boxes), release)
+        out = self.take(args, kwargs, lambda: tuple(box.peek() for box in boxes), boxes)
         if out is not None:
             return out
-        with self._watch_usual(kwargs, q.peek().device):
+        with self.watch_usual(kwargs, q.peek().device):
             return hand_over(self._vc_previous, boxes, args, kwargs)
 
-    def _watch_usual(self, kwargs, device):
+    def watch_usual(self, kwargs, device):
         """Times what ComfyUI does with video self-attention that we left to it."""
         forward = (kwargs.get("transformer_options") or {}).get(FORWARD)
         if forward is None or forward.run.owner is not self or forward.left_block is None:
             return contextlib.nullcontext()
         return forward.run.report.record.timed(USUAL, device)
 
-    def _take(self, args, kwargs, tensors, release):
-        """The output, or None if the call is not ours (then counted, if a run of ours is on)."""
+    def take(self, args, kwargs, tensors, boxes=()):
+        """The output, or None if the call is not ours (then counted, if a run of ours is on).
+
+        args, kwargs: what ComfyUI's contract passes after q, k, v; other hosts' patches write them likewise.
+        tensors: gives q, k, v. boxes: three single-owner boxes that hold them, if the host hands them over.
+        """
         host = HostCall.of(args, kwargs)
         forward = host.options.get(FORWARD)
         if forward is None or forward.run.owner is not self:
             return None
         with paused_malloc_graph():
-            decision = self._decide(forward, host, *tensors())
+            decision = self.decide(forward, host, *tensors())
             if isinstance(decision, Declined):
-                self._count_declined(forward, decision.reason, decision.block)
+                self.count_declined(forward, decision.reason, decision.block)
                 return None
-            return self._run_kernel(forward, host, decision, tensors, release)
+            return self._run_kernel(forward, host, decision, tensors, boxes)
 
-    def _count_declined(self, forward: Forward, reason: str, block: int | None) -> None:
+    def count_declined(self, forward: Forward, reason: str, block: int | None) -> None:
         forward.left_block = block
         forward.run.report.add_declined(reason, video=block is not None)
         if block is not None:
             forward.run.report.record.add(forward.plan.step, block, reason)
 
-    def _decide(self, forward: Forward, host: HostCall, q, k, v) -> Accepted | Declined:
+    def decide(self, forward: Forward, host: HostCall, q, k, v) -> Accepted | Declined:
         """Whether and how we take a call; else the reason, for the report."""
         run = forward.run
         if not host.low_precision:
@@ -184,11 +185,11 @@ class AttentionOverride(Shared):
         key = forward.layer_key(layer, q.device, q.shape[1], k.shape[2], host.options)
         return Accepted(key, block, choice.kernel, choice.recipe.numerics, key_mask)
 
-    def _run_kernel(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, release):
+    def _run_kernel(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, boxes):
         """The output; None if the kernel failed in a way that ComfyUI's attention can make good."""
         run, kernel = forward.run, accepted.kernel
         name = f"{kernel.name} {accepted.numerics}"
-        released = False
+        boxes = [HeadsBox(box, host.heads, host.skip_reshape) for box in boxes]
         first = tensors()[0]
         tokens = first.shape[2 if host.skip_reshape else 1]
         proof = (kernel.name, first.device, first.dtype, first.shape[-1])
@@ -197,16 +198,13 @@ class AttentionOverride(Shared):
         try:
             probe = self._probe(forward, host, accepted, name, tensors)
             with run.report.record.timed(name, proof[1]):
-                out = self._by_heads(forward, host, accepted, tensors)
+                giving = boxes if proof in _proven and not one_storage(tensors()) else []
+                out = None if giving else self._by_heads(forward, host, accepted, tensors, bool(boxes))
                 if out is None:
-                    prepared = self._prepare(forward, host, accepted, tensors)
-                    if release is not None and proof in _proven:
-                        release()
-                        released = True
-                    out, _ = attend_call(prepared)
+                    out, _ = attend_call(self._prepare(forward, host, accepted, tensors, giving))
         except Exception as error:
             raise_unless_recoverable(error, kernel.name)
-            if released:
+            if any(box.taken for box in boxes):
                 raise RuntimeError(
                     f"VC-Attention kernel {kernel.name} failed after q, k, v were freed"
                 ) from error
@@ -216,11 +214,12 @@ class AttentionOverride(Shared):
                     run.settings.node_id,
                     logging.WARNING,
                 )
-            self._count_declined(forward, f"kernel {kernel.name} failed", accepted.block)
+            self.count_declined(forward, f"kernel {kernel.name} failed", accepted.block)
             return None
         _proven.add(proof)
-        if release is not None and not released:
-            release()
+        for box in boxes:
+            if not box.taken:
+                box.take()
         grouped_step = forward.plan.step if forward.plan.grouping else None
         run.report.add_taken(name, tokens, grouped_step)
         run.report.record.add(forward.plan.step, accepted.block, name)
@@ -238,21 +237,28 @@ class AttentionOverride(Shared):
         # kernels take mixed dtypes, PyTorch's attention does not
         return ErrorProbe(q, k, v, host.scale) if q.dtype == k.dtype == v.dtype else None
 
-    def _by_heads(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
-        """The output, made in groups of heads; None if memory is enough for all at once."""
+    def _by_heads(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, in_boxes: bool):
+        """The output, made in groups of heads; None if memory is enough for all at once.
+
+        in_boxes: the host counts on less memory than all at once needs, and q, k, v cannot go one by one.
+        """
         q, k, v = split_heads(*tensors(), host.heads, host.skip_reshape)
         groups = groups_needed(q, k, free_memory(q.device))
+        if groups > 1:
+            forward.run.report.add_head_groups(groups)
+        elif in_boxes:
+            groups = min(q.shape[1], BOXED)
         if groups == 1:
             return None
-        forward.run.report.add_head_groups(groups)
         return attend_by_heads(
             q, k, v, forward.run.config(), groups, **self._call(forward, host, accepted, v)
         )
 
-    def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors):
-        """First half of the call, in a frame of its own: once it returns, nothing refers to q, k or v."""
-        q, k, v = split_heads(*tensors(), host.heads, host.skip_reshape)
-        return prepare_call(q, k, v, forward.run.config(), **self._call(forward, host, accepted, v))
+    def _prepare(self, forward: Forward, host: HostCall, accepted: Accepted, tensors, giving):
+        """First half of the call. giving: boxes of q, k, v, emptied one by one; if none, tensors() stay."""
+        qkv = giving or split_heads(*tensors(), host.heads, host.skip_reshape)
+        call = self._call(forward, host, accepted, boxed(qkv[2]).peek())
+        return prepare_call(*qkv, forward.run.config(), **call)
 
     def _call(self, forward: Forward, host: HostCall, accepted: Accepted, v) -> dict[str, Any]:
         """What a call of the kernel is given beside q, k, v and the config."""
@@ -316,6 +322,7 @@ def patch_attention(model, settings: PatchSettings, family: Family):
     options = patched.model_options.setdefault("transformer_options", {})
     override = AttentionOverride(settings, family, options.get(OVERRIDE))
     options[OVERRIDE] = override
+    patched.model_options.pop(REASON, None)
     hooks = SamplingHooks(override, settings, family)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, hooks.outer_sample)
     patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, hooks.predict_noise)

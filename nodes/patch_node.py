@@ -8,6 +8,7 @@ from ..kernels.operands import card_fields
 from .families import family_of
 from .first_use import choose_tested, with_measured_tokens
 from .model_patch import patch_attention, remove_patch
+from .not_active import with_reason
 from .patch_settings import DEFAULT_MIN_TOKENS, PatchSettings, parse_blocks
 from .run_report import say
 from .status_events import send_status
@@ -15,6 +16,8 @@ from .status_events import send_status
 PRECISIONS = ["auto", "8-bit", "4-bit", "off"]
 KERNEL_NAMES = ["auto", *(spec.name for spec in KERNELS)]  # on every machine, so that workflows travel
 HEAD_DIM = 128  # of every family
+OFF = "precision is off"
+WAY_OUT = "With precision and kernel at auto, the model would pass through unchanged"
 
 
 class VCAttentionPatch(io.ComfyNode):
@@ -62,7 +65,7 @@ class VCAttentionPatch(io.ComfyNode):
         model_2=None,
     ):
         if precision == "off":
-            return io.NodeOutput(remove_patch(model) or model, model_2 and (remove_patch(model_2) or model_2))
+            return io.NodeOutput(*(m and unpatched(m, OFF) for m in (model, model_2)))
         settings = settings_of(
             cls,
             precision,
@@ -107,6 +110,7 @@ def settings_of(
         exact_blocks=parse_blocks(exact_blocks),
         min_tokens=min_tokens,
         node_id=node.hidden.unique_id if node.hidden is not None else None,
+        precision=precision,
     )
 
 
@@ -207,34 +211,39 @@ def percent_input(name, default, tooltip):
 
 
 def patch_model(model, settings: PatchSettings, explicit: bool):
-    """A patched clone; the model as it came, with one line, if it is unknown or nothing can run.
+    """A patched clone; an unpatched one, with one line, if the model is unknown or nothing can run.
 
     Raises ValueError if the user asked for a precision or a kernel that cannot run here.
     """
     diffusion_model = model.model.diffusion_model
     family = family_of(diffusion_model)
     if family is None:
-        name = type(diffusion_model).__name__
-        say(f"{name} is not a model this node knows; it passes through unchanged", settings.node_id)
-        return remove_patch(model) or model
+        reason = f"{type(diffusion_model).__name__} is not a model this node knows"
+        say(f"{reason}; it passes through unchanged", settings.node_id)
+        return unpatched(model, reason)
     problem = expected_problem(model, settings.config)
     ready = ready_settings(problem, torch.device(model.load_device), settings, explicit)
-    if ready is None:
-        return remove_patch(model) or model
+    if isinstance(ready, str):
+        return unpatched(model, ready)
     return patch_attention(model, ready, family)
 
 
+def unpatched(model, reason: str):
+    """A clone without our patch that knows why."""
+    return with_reason(remove_patch(model) or model.clone(), reason)
+
+
 def ready_settings(problem, device: torch.device, settings: PatchSettings, explicit: bool):
-    """The settings with what is known of this card; None, with one line, if nothing can run here.
+    """The settings with what is known of this card; if nothing can run here the reason, told in one line.
 
     Raises ValueError if nothing can run and the user asked for a precision or a kernel by name (explicit).
     """
     choice = choose_tested(problem, device, settings)
     if choice.kernel is None:
         if explicit:
-            raise ValueError(f"VC-Attention cannot run here: {choice.reason}")
+            raise ValueError(f"VC-Attention cannot run here: {choice.reason}. {WAY_OUT}")
         say(f"not active, output is unchanged: {choice.reason}", settings.node_id)
-        return None
+        return choice.reason
     send_status(
         settings.node_id,
         "ready",

@@ -23,6 +23,7 @@ class PatchSettings:
     min_tokens: int = 0  # 0: measured_tokens, or DEFAULT_MIN_TOKENS
     measured_tokens: int = 0  # from here on the kernel is faster on this card; 0: not measured
     node_id: str | None = None  # where progress text is shown
+    precision: str = ""  # as it was asked for, where config only holds what that means here
 
     def __post_init__(self):
         if self.start_percent > self.end_percent:

@@ -13,9 +13,9 @@ import torch
 
 from ..kernels import attend_call, choose_kernel, group_tokens, prepare_call, vc_attention
 from ..kernels.dispatch import plain
-from .families import family_of
 from .kernel_errors import raise_unless_recoverable
 from .model_patch import AttentionOverride, Declined, HostCall, remove_patch
+from .not_active import why_not_active, with_reason
 from .patch_node import VCAttentionPatch, expected_problem
 from .run_report import say
 from .sampling_hooks import FORWARD, OVERRIDE
@@ -56,10 +56,10 @@ class InnerAttention:
             "scale": kwargs.get("softmax_scale"),
         }
         # not the override itself: one that was there before it would be asked, and Raylight asks none
-        out = self.override._take((q.shape[2],), call, lambda: heads_first(q, k, v), None)
+        out = self.override.take((q.shape[2],), call, lambda: heads_first(q, k, v))
         if out is not None:
             return out.transpose(1, 2)
-        with self.override._watch_usual(call, q.device):
+        with self.override.watch_usual(call, q.device):
             return usual()
 
     def _usual(self, dense, q, k, v, transformer_options, kwargs):
@@ -71,9 +71,9 @@ class InnerAttention:
         """Our kernel for every key shard inside Raylight's ring; the shards keep token order."""
         override, run = self.override, forward.run
         host = HostCall.of((q.shape[2],), {"skip_reshape": True, "transformer_options": transformer_options})
-        decision = override._decide(forward, host, *heads_first(q, k, v))
+        decision = override.decide(forward, host, *heads_first(q, k, v))
         if isinstance(decision, Declined):
-            override._count_declined(forward, decision.reason, decision.block)
+            override.count_declined(forward, decision.reason, decision.block)
             return usual()
         kernel, config = decision.kernel, run.config()
 
@@ -135,7 +135,7 @@ def patch_worker(model, widgets: dict[str, Any], ring_degree: int = 1):
         if widgets.get("precision", "auto") != "auto" or widgets.get("kernel", "auto") != "auto":
             raise
         say(f"the kernel did not start, so the usual attention runs: {error}", level=logging.WARNING)
-        return remove_patch(patched)
+        return with_reason(remove_patch(patched), f"the kernel did not start: {error}")
     return with_inner(patched, override)
 
 
@@ -188,9 +188,8 @@ def describe_patch(model, parallel: dict[str, Any]) -> str:
     """What this worker will do, in one line."""
     override = our_override(model)
     if override is None:
-        family = family_of(model.model.diffusion_model)
-        name = type(model.model.diffusion_model).__name__ if family is None else family.name
-        return f"{name}: not patched" + ("; not a model this node knows" if family is None else "")
+        reason = why_not_active(model)
+        return f"not active: {reason}" if reason else "not patched"
     settings, name = override.settings, override.family.name
     choice = choose_kernel(expected_problem(model, settings.config), settings.kernel)
     text = f"{name}: {choice.kernel.name}"
@@ -203,9 +202,10 @@ def describe_run(model, parallel: dict[str, Any]) -> str:
     """What the last sampling of this worker did, in one line."""
     override = our_override(model)
     if override is None:
-        return (
-            "0 calls, because its model carries no patch; a node after the patch may have loaded another one"
+        reason = (
+            why_not_active(model) or "its model carries no patch; a node after it may have loaded another"
         )
+        return f"0 calls, because {reason}"
     if not override.finished:
         return "0 calls, because it has not sampled since the patch"
     report = override.finished[-1]

@@ -3,15 +3,17 @@
 from comfy_api.latest import io, ui
 
 from .model_patch import AttentionOverride
+from .not_active import why_not_active
 from .report_picture import as_image_tensor, report_picture
-from .report_text import report_text
+from .report_text import report_text, without_paths
 from .run_report import RunReport
 from .sampling_hooks import OVERRIDE, chain_of
+from .wan_video_patch import HANDLE, WanVideoPatch
 
 NOTHING = (
-    "No run of this model was recorded. Either VC-Attention Patch is not active on it (its log line says "
-    "why), or this is not the MODEL that comes out of the patch, or nothing has sampled: connect what the "
-    "sampler makes to 'after', so that the report waits for it."
+    "No run of this model was recorded. Either it is not the MODEL that comes out of VC-Attention Patch, or "
+    "the patch is bypassed, or nothing has sampled yet: connect what the sampler makes to 'after', so that "
+    "the report waits for it."
 )
 
 
@@ -30,13 +32,11 @@ class VCAttentionReport(io.ComfyNode):
             search_aliases=["attention", "benchmark", "statistics"],
             is_output_node=True,
             inputs=[
-                io.Model.Input("model", tooltip="The MODEL that comes out of VC-Attention Patch."),
+                patched_model("model", "The model that comes out of VC-Attention Patch."),
                 io.AnyType.Input(
                     "after", tooltip="What the sampler makes, a latent or pictures: the report waits for it."
                 ),
-                io.Model.Input(
-                    "model_2", optional=True, tooltip="Wan 2.2: the second expert, MODEL 2 of the patch."
-                ),
+                patched_model("model_2", "Wan 2.2: the second expert, MODEL 2 of the patch.", optional=True),
                 io.Int.Input(
                     "runs",
                     default=1,
@@ -56,25 +56,42 @@ class VCAttentionReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, after, model_2=None, runs=1):
-        reports = [
-            report for each in (model, model_2) if each is not None for report in reports_of(each)[-runs:]
-        ]
-        return told(reports)
+        models = [each for each in (model, model_2) if each is not None]
+        reports = [report for each in models for report in reports_of(each)[-runs:]]
+        # both experts usually say the same
+        missing = list(dict.fromkeys(why_nothing(each) for each in models if not reports_of(each)))
+        text = "\n".join([*([report_text(reports)] if reports else ()), *missing])
+        warning = next((report.warning() for report in reports if report.warning()), None)
+        image = as_image_tensor(report_picture(reports, missing))
+        shown = shown_on_node(image, text, warning or next(iter(missing), None))
+        return io.NodeOutput(image, text, ui=shown)
+
+
+def patched_model(name: str, tooltip: str, optional: bool = False):
+    """A socket for ComfyUI's models and for those of WanVideoWrapper."""
+    types = [io.Model, io.Custom("WANVIDEOMODEL")]
+    return io.MultiType.Input(name, types=types, optional=optional, tooltip=tooltip)
 
 
 def reports_of(model) -> list[RunReport]:
     """Finished runs of a patched model, oldest first; none for another model."""
-    override = model.model_options.get("transformer_options", {}).get(OVERRIDE)
-    return [r for link in chain_of(override) if isinstance(link, AttentionOverride) for r in link.finished]
+    options = model.model_options.get("transformer_options", {})
+    overrides = [link for link in chain_of(options.get(OVERRIDE)) if isinstance(link, AttentionOverride)]
+    if isinstance(options.get(HANDLE), WanVideoPatch):
+        overrides.append(options[HANDLE].override)
+    return [report for override in overrides for report in override.finished]
 
 
-def shown_on_node(image, text: str) -> dict:
-    """What the page shows; the picture is saved without the workflow in it, so that it can be shared."""
-    return {**ui.PreviewImage(image, cls=None).as_dict(), "vc_attention_report": [text]}
+def why_nothing(model) -> str:
+    """Why a model has no finished run, and what to do about it."""
+    reason = why_not_active(model)
+    return f"VC-Attention was not active: {reason}" if reason else NOTHING
 
 
-def told(reports: list[RunReport]):
-    """The node's output: picture, text, and both shown on the node."""
-    text = report_text(reports) if reports else NOTHING
-    image = as_image_tensor(report_picture(reports))
-    return io.NodeOutput(image, text, ui=shown_on_node(image, text))
+def shown_on_node(image, text: str, warning: str | None = None) -> dict:
+    """What the page shows; the picture is saved without the workflow in it, so that it can be shared.
+
+    warning: a sentence that the user should see before the report.
+    """
+    warnings = {"vc_attention_warning": [without_paths(warning)]} if warning else {}
+    return {**ui.PreviewImage(image, cls=None).as_dict(), "vc_attention_report": [text], **warnings}

@@ -32,12 +32,29 @@ class Sheet:
         self.y = MARGIN
 
     def text(self, text: str, size: int = 15, colour=INK, x: int = MARGIN) -> None:
-        """One line, cut where the page ends."""
-        face = font(size)
-        while text and self.draw.textlength(text, font=face) > WIDTH - MARGIN - x:
-            text = text[:-2].rstrip(" .,") + "…"
-        self.draw.text((x, self.y), text, font=face, fill=colour)
-        self.y += round(size * 1.5)
+        """A paragraph: goes on in the next line where the page ends."""
+        for line in self.wrapped(text, size, WIDTH - MARGIN - x):
+            self.draw.text((x, self.y), line, font=font(size), fill=colour)
+            self.y += round(size * 1.5)
+
+    def wrapped(self, text: str, size: int, width: int) -> list[str]:
+        """The text in lines of at most width; what is longer than a line and has no spaces is cut."""
+        lines = [""]
+        for word in text.split():
+            longer = f"{lines[-1]} {word}".lstrip()
+            if lines[-1] and self.length(longer, size) > width:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+        return [self.cut(line, size, width) for line in lines]
+
+    def cut(self, line: str, size: int, width: int) -> str:
+        while line and self.length(line, size) > width:
+            line = line[:-2] + "…"
+        return line
+
+    def length(self, text: str, size: int) -> float:
+        return self.draw.textlength(text, font=font(size))
 
     def label(self, xy, text: str, colour=FAINT, size: int = 12, anchor: str = "la") -> None:
         self.draw.text(xy, text, font=font(size), fill=colour, anchor=anchor)
@@ -93,7 +110,7 @@ def draw_legend(sheet: Sheet, report: RunReport) -> None:
 
 
 def draw_times(sheet: Sheet, report: RunReport) -> None:
-    """One bar: seconds of attention by kernel, grouping marked inside the first."""
+    """A bar as long as the sampling took: the attention in it by kernel, grouping marked inside the first."""
     record, colours = report.record, colours_of(report)
     parts = [(name, record.milliseconds.get(name, 0.0), colours[name]) for name in colours]
     parts.append((USUAL, record.milliseconds.get(USUAL, 0.0), LEFT_COLOUR))
@@ -103,8 +120,9 @@ def draw_times(sheet: Sheet, report: RunReport) -> None:
     sheet.y += 8
     grouping = record.milliseconds.get(GROUPING, 0.0)
     share = f", {grouping / total:.0%} of it grouping" if grouping else ""
-    sheet.text(f"video attention: {total / 1e3:.2f} s of {record.seconds:.1f} s sampling{share}", 14)
-    x, scale = MARGIN + 56, (WIDTH - 2 * MARGIN - 56) / total
+    sheet.text(f"video attention: {total / 1e3:.1f} s of {record.seconds:.1f} s sampling{share}", 14)
+    x, scale = MARGIN + 56, (WIDTH - 2 * MARGIN - 56) / max(total, 1e3 * record.seconds)
+    sheet.box(x, sheet.y, WIDTH - MARGIN, sheet.y + 16, EMPTY)  # all else that sampling did
     for name, milliseconds, colour in parts:
         sheet.box(x, sheet.y, x + milliseconds * scale, sheet.y + 16, colour)
         if name in colours and grouping:
@@ -123,14 +141,18 @@ def draw_errors(sheet: Sheet, report: RunReport) -> None:
     at = max(errors, key=lambda item: item[1])[0]
     sheet.text(f"measured error of one call per block; worst: block {at}, {worst:.2%}", 14)
     left, height = MARGIN + 56, 70
-    shown = errors[:: max(1, len(errors) // BARS)]
+    shown = errors[:: -(-len(errors) // BARS)]
     column = min(40.0, (WIDTH - MARGIN - left) / len(shown))
-    sheet.label((MARGIN, sheet.y), f"{worst:.1%}")
+    sheet.label((MARGIN, sheet.y), f"{worst:.2%}")
     sheet.label((MARGIN, sheet.y + height), "0", anchor="ld")
     for place, (_, error) in enumerate(shown):
         x, bottom = left + place * column, sheet.y + height
         sheet.box(x, bottom - max(1, height * error / worst), x + column - 2, bottom, ERROR_COLOUR)
-    sheet.y += height + 14
+    sheet.y += height + 3
+    sheet.label((left, sheet.y), f"block {shown[0][0]}")
+    if len(shown) > 4:
+        sheet.label((left + len(shown) * column - 2, sheet.y), f"block {shown[-1][0]}", anchor="ra")
+    sheet.y += LINE
 
 
 def draw_run(sheet: Sheet, report: RunReport) -> None:
@@ -142,7 +164,7 @@ def draw_run(sheet: Sheet, report: RunReport) -> None:
     )
     warning = report.warning()
     if warning:
-        sheet.text(without_paths(warning), 15, LEFT_COLOUR)
+        sheet.text(without_paths(warning), colour=LEFT_COLOUR)
     if not report.record.cells:
         return
     draw_grid(sheet, report)
@@ -157,12 +179,15 @@ def draw_run(sheet: Sheet, report: RunReport) -> None:
     draw_errors(sheet, report)
 
 
-def report_picture(reports: Sequence[RunReport]) -> Image.Image:
-    """All runs below each other; the page is as long as they need."""
+def report_picture(reports: Sequence[RunReport], missing: Sequence[str] = ()) -> Image.Image:
+    """All runs below each other, then why others are missing; the page is as long as they need."""
     sheet = Sheet()
     sheet.text(machine_line(), 13, FAINT)
     for report in reports:
         draw_run(sheet, report)
+    for reason in missing:
+        sheet.y += 10
+        sheet.text(without_paths(reason), 18, LEFT_COLOUR)
     return sheet.finish()
 
 

@@ -65,8 +65,9 @@ def settings_line(report: RunReport) -> str:
     settings = report.settings
     if settings is None:
         return "unknown"
+    asked, precision = settings.precision, settings.config.precision
     choices = {
-        "precision": settings.config.precision,
+        "precision": precision if asked in ("", precision) else f"{asked} ({precision})",
         "expcast": settings.config.expcast,
         "value_format": settings.config.value_format,
         "kernel": settings.kernel,
@@ -97,38 +98,49 @@ def call_rows(report: RunReport) -> list[tuple[str, str, str]]:
     return rows
 
 
-def run_lines(report: RunReport) -> list[str]:
-    """One run, without its machine."""
+def head_line(report: RunReport) -> str:
+    """The model, its clip, and the share of the attention that was taken."""
     share = f"{report.taken:,} of {report.video_calls:,} video attention calls taken"
-    lines = [f"{report.model_name}, {report.steps} steps, up to {report.tokens:,} tokens: {share}"]
-    warning = report.warning()
-    if warning:
-        lines.append(f"! {warning}")
-    rows = call_rows(report)
-    width = max((len(row[0]) for row in rows), default=0)
-    calls_width = max((len(row[1]) for row in rows), default=0)
-    lines += [f"  {what:<{width}}  {calls:>{calls_width}}  {time}".rstrip() for what, calls, time in rows]
+    return f"{report.model_name}, {report.steps} steps, up to {report.tokens:,} tokens: {share}"
+
+
+def note_lines(report: RunReport) -> list[str]:
+    """What else was measured in a run, and its settings."""
+    lines = []
     if report.grouped_steps:
         lines.append(
-            f"  values grouped in {len(report.grouped_steps)} of {report.steps} steps, order made "
+            f"values grouped in {len(report.grouped_steps)} of {report.steps} steps, order made "
             f"{report.groupings_made:,} times, {report.state_bytes / 2**20:.1f} MiB at most"
         )
     energy = report.record.mean_energy()
     if energy:
         lines.append(
-            f"  tile means removed {energy[1]:.0%} of the value energy, {energy[0]:.0%} in token order"
+            f"tile means removed {energy[1]:.0%} of the value energy, {energy[0]:.0%} in token order"
         )
     errors = report.record.block_errors()
     if errors:
         worst = ", ".join(f"{block} ({error:.2%})" for block, error in errors[:WORST_BLOCKS])
         mean = sum(error for _, error in errors) / len(errors)
-        lines.append(f"  measured error of a call: {mean:.2%} on average over blocks; worst blocks {worst}")
+        lines.append(f"measured error of a call: {mean:.2%} on average over blocks; worst blocks {worst}")
     if report.record.seconds:
-        lines.append(f"  sampling took {report.record.seconds:.1f} s")
+        lines.append(f"sampling took {report.record.seconds:.1f} s")
     if report.record.peak_bytes:
-        lines.append(f"  PyTorch held {report.record.peak_bytes / 2**30:.2f} GiB at most since it started")
-    lines.append(f"  settings: {settings_line(report)}")
-    return lines
+        lines.append(f"PyTorch held {report.record.peak_bytes / 2**30:.2f} GiB at most since it started")
+    return [*lines, f"settings: {settings_line(report)}"]
+
+
+def run_lines(report: RunReport) -> list[str]:
+    """One run, without its machine."""
+    warning = report.warning()
+    rows = call_rows(report)
+    width = max((len(row[0]) for row in rows), default=0)
+    calls_width = max((len(row[1]) for row in rows), default=0)
+    return [
+        head_line(report),
+        *([f"! {warning}"] if warning else ()),
+        *(f"  {what:<{width}}  {calls:>{calls_width}}  {time}".rstrip() for what, calls, time in rows),
+        *(f"  {line}" for line in note_lines(report)),
+    ]
 
 
 def report_text(reports: Sequence[RunReport]) -> str:

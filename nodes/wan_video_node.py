@@ -3,7 +3,8 @@
 import torch
 from comfy_api.latest import io
 
-from .patch_node import advanced_inputs, main_inputs, problem_on, ready_settings, settings_of
+from .not_active import with_reason
+from .patch_node import OFF, WAY_OUT, advanced_inputs, main_inputs, problem_on, ready_settings, settings_of
 from .run_report import say
 from .wan_video_patch import is_wan_video, patch_wan_video, remove_wan_video_patch
 
@@ -35,7 +36,7 @@ class VCAttentionPatchWanVideo(io.ComfyNode):
     @classmethod
     def execute(cls, model, **widgets):
         if widgets.get("precision") == "off":
-            return io.NodeOutput(remove_wan_video_patch(model) or model)
+            return io.NodeOutput(unpatched(model, OFF))
         settings = settings_of(cls, **widgets)
         explicit = any(widgets.get(name, "auto") != "auto" for name in ("precision", "kernel"))
         return io.NodeOutput(patch_model(model, settings, explicit))
@@ -46,24 +47,29 @@ def wan_video_model():
 
 
 def patch_model(model, settings, explicit: bool):
-    """A patched clone; the model as it came, with one line, if it is unknown or nothing can run.
+    """A patched clone; an unpatched one, with one line, if the model is unknown or nothing can run.
 
     Raises ValueError if the user asked for a precision or a kernel that cannot run here.
     """
     diffusion_model = model.model.diffusion_model
     if not is_wan_video(diffusion_model):
-        name = type(diffusion_model).__name__
-        say(f"{name} is not a model of WanVideoWrapper; it passes through unchanged", settings.node_id)
-        return remove_wan_video_patch(model) or model
+        reason = f"{type(diffusion_model).__name__} is not a model of WanVideoWrapper"
+        say(f"{reason}; it passes through unchanged", settings.node_id)
+        return unpatched(model, reason)
     if (getattr(model.model, "pipeline", {}).get("compile_args") or {}).get("fullgraph"):
         reason = "fullgraph is on in WanVideo Torch Compile Settings, and the patch stands outside the graph"
         if explicit:
-            raise ValueError(f"VC-Attention cannot run here: {reason}")
+            raise ValueError(f"VC-Attention cannot run here: {reason}. {WAY_OUT}")
         say(f"not active, output is unchanged: {reason}", settings.node_id)
-        return remove_wan_video_patch(model) or model
+        return unpatched(model, reason)
     device = torch.device(model.load_device)
     problem = problem_on(device, model.model["base_dtype"], settings.config)
     ready = ready_settings(problem, device, settings, explicit)
-    if ready is None:
-        return remove_wan_video_patch(model) or model
+    if isinstance(ready, str):
+        return unpatched(model, ready)
     return patch_wan_video(model, ready)
+
+
+def unpatched(model, reason: str):
+    """A clone without our patch that knows why."""
+    return with_reason(remove_wan_video_patch(model) or model.clone(), reason)

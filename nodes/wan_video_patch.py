@@ -14,6 +14,7 @@ import torch
 
 from .families import Family, Layer
 from .model_patch import AttentionOverride
+from .not_active import REASON
 from .patch_settings import PatchSettings
 from .run_state import Forward, Run, Shared
 from .sampling_hooks import FORWARD, show_progress, tell_finished
@@ -102,9 +103,9 @@ class LayerForward(Shared):
             "transformer_options": {**current.options, LAYER: self.layer},
         }
         override = self.patch.override
-        out = override._take((q.shape[2],), call, lambda: [t.transpose(1, 2) for t in (q, k, v)], None)
+        out = override.take((q.shape[2],), call, lambda: [t.transpose(1, 2) for t in (q, k, v)])
         if out is None:
-            with override._watch_usual(call, q.device):
+            with override.watch_usual(call, q.device):
                 return usual()
         return self.attention.o(out.transpose(1, 2).flatten(2))
 
@@ -187,7 +188,7 @@ class CurrentForward:
         self.options = {FORWARD: self.forward, "cond_or_uncond": [int(uncond)], "uuids": [name]}
 
     def decline(self, layer: Layer, reason: str) -> None:
-        self.forward.run.owner._count_declined(self.forward, reason, layer.position)
+        self.forward.run.owner.count_declined(self.forward, reason, layer.position)
 
 
 class WanVideoRun:
@@ -299,6 +300,7 @@ def patch_wan_video(model, settings: PatchSettings):
     patched = remove_wan_video_patch(model) or model.clone()
     options = patched.model_options.setdefault("transformer_options", {})
     options[HANDLE] = WanVideoPatch(patched.model.diffusion_model, settings)
+    patched.model_options.pop(REASON, None)
     return patched
 
 

@@ -162,7 +162,7 @@ def test_an_explicit_kernel_that_cannot_run_fails_the_prompt_with_its_reason(ser
         prompt_id = json.loads(answer.read())["prompt_id"]
     history = server.wait(lambda: server.get(f"/history/{prompt_id}").get(prompt_id), RUN_SECONDS)
     assert history["status"]["status_str"] == "error"
-    assert "cannot run here: triton_int8_fp8: runs on NVIDIA GPUs, got cpu" in json.dumps(history["status"])
+    assert "cannot run here: triton_int8_fp8: needs an NVIDIA GPU, got a CPU" in json.dumps(history["status"])
 
 
 # Every module of ComfyUI that is loaded, and the identity of everything in it and in its classes.

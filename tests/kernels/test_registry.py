@@ -34,7 +34,7 @@ def test_names_are_unique_and_end_with_the_reference():
 def test_auto_never_picks_the_reference():
     choice = choose_kernel(CPU)
     assert choice.kernel is None
-    assert "reference" in choice.reason and "got cpu" in choice.reason
+    assert "reference" in choice.reason and "got a CPU" in choice.reason
 
 
 def test_reference_by_name_runs_anywhere():
@@ -67,7 +67,7 @@ def test_old_cards_get_a_reason(monkeypatch):
 
 
 def test_rocm_is_named():
-    assert "got rocm" in choose_kernel(replace(H100, device_type="rocm", capability=None)).reason
+    assert "got an AMD GPU" in choose_kernel(replace(H100, device_type="rocm", capability=None)).reason
 
 
 def test_4_bit_has_no_automatic_kernel_yet(monkeypatch):
@@ -122,6 +122,6 @@ def test_kernel_named_and_grouping_for_a_cpu():
 
 
 def test_kernels_that_refuse_alike_are_named_together():
-    assert joined(["a: needs x", "b: needs x"]) == "every kernel: needs x"
+    assert joined(["a: needs x", "b: needs x"]) == "every kernel needs x"
     assert joined(["a: needs x", "b: needs y", "c: needs x"]) == "a, c: needs x; b: needs y"
     assert joined(["a: needs x"]) == "a: needs x"

@@ -46,6 +46,7 @@ def stand_in_for_comfy_api():
     io = SimpleNamespace(
         **{name: io_type(name) for name in (*sockets, *widgets)},
         Custom=io_type,
+        MultiType=SimpleNamespace(Input=type("Input", (Recorded,), {"io_type": "multiple"})),
         ComfyNode=type("ComfyNode", (), {"hidden": None}),
         Schema=Recorded,
         NodeOutput=NodeOutput,

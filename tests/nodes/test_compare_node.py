@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from comfyui_vc_attention.nodes.compare_node import VCAttentionCompare, frame_number
+from comfyui_vc_attention.nodes.patch_node import VCAttentionPatch
 
 
 @pytest.fixture
@@ -21,9 +22,26 @@ def test_pictures_are_measured_frame_by_frame(clips):
     assert image.ndim == 4 and output.ui["vc_attention_report"] == [text]
 
 
-def test_equal_clips_are_infinitely_alike(clips):
-    _, text, psnr, ssim = VCAttentionCompare.execute(images_a=clips[0], images_b=clips[0]).args
-    assert psnr == math.inf and ssim == pytest.approx(1) and "PSNR inf dB" in text
+def identical(clips, **models):
+    output = VCAttentionCompare.execute(images_a=clips[0], images_b=clips[0], **models)
+    _, text, psnr, ssim = output.args
+    assert psnr == math.inf and ssim == pytest.approx(1) and "inf" not in text
+    (warning,) = output.ui["vc_attention_warning"]
+    assert warning in text and warning.startswith("The clips are identical. ")
+    return warning
+
+
+def test_identical_clips_are_called_so(clips):
+    assert "did not run" in identical(clips)
+
+
+def test_identical_clips_say_why_the_patch_did_not_run(clips, make_model):
+    inactive = VCAttentionPatch.execute(make_model()).args[0]
+    warning = identical(clips, model_a=make_model(), model_b=inactive)
+    assert "did not run for VC-Attention: every kernel needs an NVIDIA GPU, got a CPU" in warning
+    off = VCAttentionPatch.execute(make_model(), precision="off").args[0]
+    assert "precision is off" in identical(clips, model_b=off)
+    assert "no patch is active on its model" in identical(clips, model_b=make_model())
 
 
 def test_latents_do_without_pictures():

@@ -173,9 +173,8 @@ def test_off_removes_it_and_brings_back_what_was_there(slot, make_model):
     assert patched.model_options["transformer_options"][INNER].previous is other
     clean = patch_worker(patched, {"precision": "off"})
     assert clean.model_options["transformer_options"] == {INNER: other}
-    assert patch_worker(patch_worker(make_model(), WIDGETS), {"precision": "off"}).model_options == {
-        "transformer_options": {}
-    }
+    clean = patch_worker(patch_worker(make_model(), WIDGETS), {"precision": "off"})
+    assert clean.model_options["transformer_options"] == {}
 
 
 def test_declined_calls_go_to_the_inner_attention_before_ours(slot, make_model, sample, attention, qkv):
@@ -316,8 +315,9 @@ def test_says_what_a_worker_will_do(make_model, slot):
     h3 = patch_worker(make_model("comfy.ldm.minimax.model", "MiniMaxH3Model"), WIDGETS)
     assert describe_patch(h3, ULYSSES) == "MiniMax-H3: reference after Raylight's exchange"
     other = patch_worker(make_model("comfy.ldm.flux.model", "Flux"), WIDGETS)
-    assert describe_patch(other, ULYSSES) == "Flux: not patched; not a model this node knows"
-    assert describe_patch(make_model(), ULYSSES) == "Wan: not patched"
+    assert describe_patch(other, ULYSSES) == "not active: Flux is not a model this node knows"
+    assert describe_run(other, ULYSSES) == "0 calls, because Flux is not a model this node knows"
+    assert describe_patch(make_model(), ULYSSES) == "not patched"
 
 
 def test_says_why_there_were_no_calls(make_model, slot, sample, attention):

@@ -2,9 +2,12 @@ import torch
 from comfyui_vc_attention.kernels import VCConfig
 from comfyui_vc_attention.nodes.families import family_of
 from comfyui_vc_attention.nodes.model_patch import patch_attention
+from comfyui_vc_attention.nodes.patch_node import VCAttentionPatch
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.report_node import NOTHING, VCAttentionReport, reports_of
+from comfyui_vc_attention.nodes.run_report import RunReport
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
+from comfyui_vc_attention.nodes.wan_video_node import VCAttentionPatchWanVideo
 
 
 def sampled(make_model, runs=1):
@@ -52,4 +55,41 @@ def test_both_experts_are_told(make_model):
 
 
 def test_an_unpatched_model_gets_advice(make_model):
-    assert VCAttentionReport.execute(make_model(), None).args[1] == NOTHING
+    output = VCAttentionReport.execute(make_model(), None)
+    assert output.args[1] == NOTHING and output.ui["vc_attention_warning"] == [NOTHING]
+
+
+def test_an_inactive_patch_says_why(make_model):
+    inactive = VCAttentionPatch.execute(make_model()).args[0]
+    output = VCAttentionReport.execute(inactive, None, model_2=inactive)
+    text = output.args[1]
+    assert (
+        text.startswith("VC-Attention was not active: every kernel needs an NVIDIA GPU") and "\n" not in text
+    )
+    assert output.ui["vc_attention_warning"] == [text]
+    both = VCAttentionReport.execute(sampled(make_model), None, model_2=inactive).args[1]
+    assert both.splitlines()[-1] == text and "8 of 12 video attention calls taken" in both
+
+
+def test_the_settings_say_what_auto_came_to(make_model):
+    patched = VCAttentionPatch.execute(make_model(), kernel="reference", min_tokens=1).args[0]
+    override = patched.model_options["transformer_options"][OVERRIDE]
+    override.finished.append(RunReport("Wan", 4, override.settings))
+    assert (
+        "settings: precision auto (8-bit), expcast auto" in VCAttentionReport.execute(patched, None).args[1]
+    )
+    assert (
+        "settings: precision 8-bit, expcast" in VCAttentionReport.execute(sampled(make_model), None).args[1]
+    )
+
+
+def test_a_model_of_the_wrapper_is_told(wan_video):
+    model = VCAttentionPatchWanVideo.execute(
+        wan_video.make_patcher(), kernel="reference", min_tokens=1, clusters=4
+    ).args[0]
+    assert VCAttentionReport.execute(model, None).args[1] == NOTHING
+    wan_video.sample(model)
+    text = VCAttentionReport.execute(model.clone(), None).args[1]
+    assert "LongCat-Video (WanVideoWrapper)" in text and "video attention calls taken" in text
+    off = VCAttentionPatchWanVideo.execute(model, precision="off").args[0]
+    assert VCAttentionReport.execute(off, None).args[1] == "VC-Attention was not active: precision is off"

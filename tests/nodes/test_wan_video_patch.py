@@ -108,14 +108,14 @@ def test_state_is_freed_after_the_window_and_after_the_run(wan_video, patched):
     model = patched(wan_video.make_patcher())
     runs = []
     override = override_of(model)
-    taken = override._take
+    taken = override.take
 
     def watch(args, kwargs, *rest):
         run = kwargs["transformer_options"][model_patch.FORWARD].run
         runs.append((run.plan.step, run.store.held_bytes > 0, run))
         return taken(args, kwargs, *rest)
 
-    override._take = watch
+    override.take = watch
     wan_video.sample(model)
     assert not any(held for step, held, _ in runs if step >= 2) and any(held for step, held, _ in runs)
     assert runs[-1][2].store.held_bytes == 0

@@ -120,7 +120,9 @@ class Patcher:
     def clone(self):
         other = Patcher.__new__(Patcher)
         other.__dict__.update(self.__dict__)
-        other.model_options = {k: dict(v) for k, v in self.model_options.items()}
+        other.model_options = {
+            k: dict(v) if isinstance(v, dict) else v for k, v in self.model_options.items()
+        }
         return other
 
 

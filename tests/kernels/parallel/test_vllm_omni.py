@@ -218,7 +218,7 @@ def test_what_no_kernel_takes_goes_to_sdpa(make, qkv):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no kernel runs by itself")
 def test_says_before_the_model_is_built_that_nothing_runs(backend):
-    with pytest.raises(ValueError, match=r"VC-Attention cannot run here: .*got cpu"):
+    with pytest.raises(ValueError, match=r"VC-Attention cannot run here: .*got a CPU"):
         backend.validate_available()
 
 
