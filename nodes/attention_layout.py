@@ -17,6 +17,26 @@ def heads_first(tensor: torch.Tensor, heads: int, skip_reshape: bool) -> torch.T
     return tensor.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+class HeadsBox:
+    """The host's single-owner box of such a tensor, which gives it as [B, H, L, D]."""
+
+    def __init__(self, box, heads: int, skip_reshape: bool):
+        self._box, self._layout = box, (heads, skip_reshape)
+        self.taken = False
+
+    def peek(self) -> torch.Tensor:
+        return heads_first(self._box.peek(), *self._layout)
+
+    def take(self) -> torch.Tensor:
+        self.taken = True
+        return heads_first(self._box.take(), *self._layout)
+
+
+def one_storage(tensors) -> bool:
+    """Whether the tensors are views of one: then giving one of them up frees nothing."""
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
 def split_heads(q, k, v, heads: int, skip_reshape: bool):
     """q, k, v as [B, H, L, D] views. Keys and values may have fewer heads (grouped-query attention)."""
     q4 = heads_first(q, heads, skip_reshape)

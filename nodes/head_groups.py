@@ -11,6 +11,7 @@ import torch
 from ..kernels import TokenGrouping, attend_call, prepare_call
 
 FEWEST = 16  # chosen: then a group's share stays below 4% of q, k, v and out together
+BOXED = 10  # chosen: where the host counts on q, k, v and out alone, a group's share is about 4% of them
 OPERAND_BYTES = 1.1  # per element of q, k and v: one byte of code, and scales, means and padding
 
 

@@ -151,10 +151,11 @@ def test_short_memory_changes_no_bit_of_a_clip(load_tiny, patch, sampling, kind,
 
 def test_a_kernel_error_leaves_the_hosts_picture(load_tiny, patch, sampling, kind, monkeypatch):
     """Boxes and tensors reach ComfyUI's attention whole."""
-    from comfyui_vc_attention.nodes import model_patch
+    from comfyui_vc_attention.nodes import head_groups, model_patch
 
     exact = sampling.sample(load_tiny(kind), steps=2, kind=kind)
-    monkeypatch.setattr(model_patch, "attend_call", lambda prepared: 1 / 0)
+    for module in (model_patch, head_groups):
+        monkeypatch.setattr(module, "attend_call", lambda *args: 1 / 0)
     monkeypatch.setattr(model_patch, "_proven", set())
     model = patch(load_tiny(kind))
     assert sampling.equal(sampling.sample(model, steps=2, kind=kind), exact)

@@ -1,6 +1,13 @@
 import pytest
 import torch
-from comfyui_vc_attention.nodes.attention_layout import heads_first, key_mask_of, like_caller, split_heads
+from comfyui_vc_attention.nodes.attention_layout import (
+    HeadsBox,
+    heads_first,
+    key_mask_of,
+    like_caller,
+    one_storage,
+    split_heads,
+)
 
 
 def test_round_trip_is_views_only():
@@ -74,3 +81,32 @@ def test_other_masks_are_named(mask, reason):
 
 def test_no_mask_is_no_mask():
     assert key_mask_of(None, batch=1, keys=3) is None
+
+
+class Taken:
+    """The host's box."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def peek(self):
+        return self.tensor
+
+    def take(self):
+        tensor, self.tensor = self.tensor, None
+        return tensor
+
+
+@pytest.mark.parametrize("shape, skip_reshape", [((2, 5, 24), False), ((2, 3, 5, 8), True)])
+def test_a_box_of_the_host_gives_heads_first_views_and_forgets(shape, skip_reshape):
+    host = Taken(torch.randn(shape))
+    box = HeadsBox(host, 3, skip_reshape)
+    assert box.peek().shape == (2, 3, 5, 8) and box.peek().data_ptr() == host.tensor.data_ptr()
+    assert not box.taken and host.tensor is not None
+    assert box.take().shape == (2, 3, 5, 8) and box.taken and host.tensor is None
+
+
+def test_one_storage_is_one_however_it_is_viewed():
+    fused = torch.randn(4, 3, 6)
+    assert one_storage(fused.unbind(1)) and one_storage([fused[:2], fused[2:].transpose(0, 1)])
+    assert not one_storage([fused, fused.clone()])

@@ -9,9 +9,9 @@ import types
 
 import pytest
 import torch
-from comfyui_vc_attention.kernels import VCConfig
+from comfyui_vc_attention.kernels import VCConfig, attend_call
 from comfyui_vc_attention.kernels.testing import relative_l2
-from comfyui_vc_attention.nodes import model_patch
+from comfyui_vc_attention.nodes import head_groups, model_patch
 from comfyui_vc_attention.nodes.families import family_of
 from comfyui_vc_attention.nodes.kernel_errors import CudaContextLost
 from comfyui_vc_attention.nodes.model_patch import chain_depth, patch_attention, remove_patch
@@ -405,27 +405,57 @@ def test_containers_are_emptied_and_the_result_is_the_same(patched):
         assert torch.equal(out, other) and emptied == [True] * 3
 
 
-def test_l08_boxed_tensors_are_gone_before_the_output_is_made(patched, monkeypatch):
-    alive = []
-    original = model_patch.attend_call
-    boxes = []
+def boxed_calls(patched, make, monkeypatch):
+    """Which boxes are full at each attend_call of two calls of a fresh process; make gives q, k, v."""
+    full, boxes = [], []
 
-    def watching(prepared):
-        alive.append([box.tensor is not None for box in boxes])
-        return original(prepared)
+    def watching(prepared, out=None):
+        full.append([box.tensor is not None for box in boxes])
+        return attend_call(prepared, out)
 
-    monkeypatch.setattr(model_patch, "attend_call", watching)
+    for module in (model_patch, head_groups):
+        monkeypatch.setattr(module, "attend_call", watching)
     monkeypatch.setattr(model_patch, "_proven", set())
 
     def forward(options):
-        boxes[:] = [Box(t) for t in wan_call()]
+        boxes[:] = [Box(t) for t in make()]
         options = in_block(options)
         options[OVERRIDE].container_function(
             *boxes, 2, _inside_attn_wrapper=True, transformer_options=options
         )
+        assert not any(box.tensor is not None for box in boxes)
 
-    patched().sample([1.0, 0.5, 0.0], forward)
-    assert alive == [[True] * 3, [False] * 3]  # kept until the kernel has worked once
+    model = patched()
+    model.sample([1.0, 0.5, 0.0], forward)
+    override = model.model_options["transformer_options"][OVERRIDE]
+    assert override.finished[-1].head_groups == 1  # nobody was short of memory
+    return full
+
+
+def test_l08_boxed_tensors_are_gone_before_the_output_is_made(patched, monkeypatch):
+    """A kernel that never ran yet works by head groups, which keep q, k and v and need little beside them."""
+    assert boxed_calls(patched, wan_call, monkeypatch) == [[True] * 3, [True] * 3, [False] * 3]
+
+
+def test_l08_boxes_of_one_tensor_are_kept_and_the_call_is_split(patched, monkeypatch):
+    def fused():
+        return torch.randn(1, 96, 3, 256).unbind(2)
+
+    assert boxed_calls(patched, fused, monkeypatch) == [[True] * 3] * 4
+
+
+def test_a_kernel_that_fails_without_its_tensors_says_so(patched, monkeypatch):
+    """Once it worked, q, k and v go as they are read: nobody can make such a call good."""
+
+    def attend(prepared):
+        raise RuntimeError("launch failed")
+
+    qkv = wan_call()
+    model = patched()
+    model.sample([1.0, 0.0], lambda options: boxed(in_block(options), qkv))
+    monkeypatch.setattr(model_patch, "attend_call", attend)
+    with pytest.raises(RuntimeError, match=r"reference failed after q, k, v were freed"):
+        model.sample([1.0, 0.0], lambda options: boxed(in_block(options), qkv))
 
 
 def test_declined_boxes_reach_the_host_whole(patched, monkeypatch):
@@ -478,7 +508,8 @@ def test_a_kernel_error_is_said_once_and_the_host_takes_over(patched, monkeypatc
 
 
 def test_a_kernel_error_leaves_boxes_whole(patched, monkeypatch):
-    monkeypatch.setattr(model_patch, "attend_call", failing(RuntimeError("no kernel image")))
+    for module in (model_patch, head_groups):  # a call in boxes works by head groups until one was good
+        monkeypatch.setattr(module, "attend_call", failing(RuntimeError("no kernel image")))
     monkeypatch.setattr(model_patch, "_proven", set())
     monkeypatch.setattr(model_patch, "host_attention", lambda: lambda q, k, v, *a, **kw: host_func(
         q.take(), k.take(), v.take(), *a, **kw))  # fmt: skip
@@ -680,7 +711,8 @@ def test_l06_no_module_of_comfyui_is_written(pack_root):
 def test_short_memory_splits_a_call_into_head_groups(patched, monkeypatch, caplog, kind):
     """The result is the same, boxes are emptied, the orders are those of all heads, and the log says so."""
     caplog.set_level(logging.INFO, "vc_attention")
-    qkv = [t.unflatten(-1, (2, 128)).transpose(1, 2) for t in wan_call()]
+    # of one tensor: boxes could not be given up one by one
+    qkv = [t.unflatten(-1, (2, 128)).transpose(1, 2) for t in torch.stack(wan_call())]
     whole = [out for out, _ in one_call(patched(), qkv=qkv, skip_reshape=True)]
     monkeypatch.setattr(model_patch, "groups_needed", lambda q, k, free: 2)
     if kind == "tensors":
