@@ -69,12 +69,12 @@ def ensure_environment() -> None:
     STAMP.write_text(wanted)
 
 
-def demo(arguments: list[str]) -> int:
-    return run(VENV_PYTHON, ROOT / "tests" / "demo", *arguments)
+def demo(arguments: list[str], python=None) -> int:
+    return run(python or VENV_PYTHON, ROOT / "tests" / "demo", *arguments)
 
 
-def evidence(arguments: list[str]) -> int:
-    return run(VENV_PYTHON, ROOT / "tests" / "evidence", *arguments)
+def evidence(arguments: list[str], python=None) -> int:
+    return run(python or VENV_PYTHON, ROOT / "tests" / "evidence", *arguments)
 
 
 def test(arguments: list[str]) -> int:
@@ -122,9 +122,13 @@ def archive(arguments: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     commands = {"demo": demo, "test": test, "evidence": evidence, "archive": archive}
-    if not arguments or arguments[0] not in commands:
+    asks = {"-h", "--help"} & set(arguments)
+    if asks and arguments[0] in ("demo", "evidence"):
+        # their command lines are read before anything is imported that is not Python's own
+        return commands[arguments[0]](["--help"], sys.executable)
+    if asks or not arguments or arguments[0] not in commands:
         print(__doc__)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
+        return 0 if asks else 2
     if sys.version_info < (3, 10):  # noqa: UP036, nothing else checks it here
         sys.exit(f"[dev] needs Python 3.10 or newer, got {sys.version.split()[0]}")
     if arguments[0] != "archive":

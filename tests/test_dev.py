@@ -1,6 +1,7 @@
 """dev.py: what it does before there is an environment."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 
@@ -65,6 +66,28 @@ def test_tests_run_after_a_lint_error_and_the_status_tells(dev):
     assert dev.commands[-1][-2:] == ["-k", "x"]
     dev.failing = set()
     assert dev.test([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["demo", "--help"], "--prompt"),
+        (["evidence", "-h"], "fidelity"),
+        (["test", "--help"], "python dev.py test"),
+        (["archive", "--help"], "python dev.py archive"),
+        (["--help"], "python dev.py demo"),
+    ],
+)
+def test_help_needs_nothing_and_makes_nothing(pack_root, tmp_path, arguments, told):
+    """From a copy that has no environment, in a Python that has no site packages."""
+    shutil.copy(pack_root / "dev.py", tmp_path)
+    for folder in ("demo", "evidence"):
+        shutil.copytree(pack_root / "tests" / folder, tmp_path / "tests" / folder)
+    before = sorted(tmp_path.iterdir())
+    command = [sys.executable, "-S", tmp_path / "dev.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and told in done.stdout, done.stderr
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_without_a_command_it_explains_itself(pack_root):

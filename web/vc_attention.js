@@ -78,12 +78,9 @@ export function share(status) {
   return { taken: video ? status.taken / video : 0, left: video ? 1 - status.taken / video : 0 };
 }
 
-/** A report of one line says why there is nothing to report. */
-const isAdvice = (status) => status.phase === "report" && !status.report.includes("\n");
-
 /** "warning" for what a user should look at, "running" between the first step and the end, else "ok". */
 export function level(status) {
-  if (status.phase === "note" || status.warning || isAdvice(status)) return "warning";
+  if (status.phase === "note" || status.warning) return "warning";
   return status.phase === "step" ? "running" : "ok";
 }
 
@@ -92,7 +89,7 @@ export function headline(status) {
   if (status.phase === "note") return status.text;
   if (status.warning) return status.warning;
   if (status.phase === "ready") return `Ready: ${status.kernel}`;
-  if (status.phase === "report") return isAdvice(status) ? status.report : "Click to copy this report";
+  if (status.phase === "report") return "Click to copy this report";
   const percent = Math.floor(100 * share(status).taken);
   if (status.phase === "step") {
     return `Step ${status.step} of ${status.steps}, values ${status.grouped ? "grouped" : "plain"}`;
@@ -104,6 +101,7 @@ export function headline(status) {
 export function detail(status) {
   if (status.phase === "note") return "";
   if (status.phase === "report") {
+    if (status.warning) return "Click to copy this report";
     const lines = status.report.split("\n").slice(1, 3);
     return lines.map((text) => text.trim().replace(/\s+/g, " ")).join(" · ");
   }
@@ -244,8 +242,9 @@ function onStatus({ detail: status }) {
 /** A node has finished; reports come with what it shows. */
 function onExecuted({ detail: result }) {
   const report = result.output?.vc_attention_report?.[0];
+  const warning = result.output?.vc_attention_warning?.[0];
   const node = result.display_node ?? result.node;
-  if (report) show({ node, phase: "report", report }, REPORT_NODES);
+  if (report) show({ node, phase: "report", report, warning }, REPORT_NODES);
 }
 
 /** Every node of a graph, also inside its subgraphs. */

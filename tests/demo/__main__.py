@@ -34,6 +34,10 @@ def comfyui_python():
 
 
 def main():
+    alias("vc_demo", HERE)
+    from vc_demo.options import options_of
+
+    options = options_of(sys.argv[1:])
     # in ComfyUI's Python if there is a ComfyUI; the variable tells the second process that it is the one
     if os.environ.get("COMFYUI_PATH") and not os.environ.get("VC_DEMO_IN_COMFYUI"):
         command = [comfyui_python(), str(HERE), *sys.argv[1:]]
@@ -41,12 +45,10 @@ def main():
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (HERE, PACK_ROOT)]
     if not os.environ.get("COMFYUI_PATH"):
         alias("comfyui_vc_attention", PACK_ROOT)
-    alias("vc_demo", HERE)
     from vc_demo.demo import main as demo
 
-    arguments = sys.argv[1:]
     sys.argv = sys.argv[:1]  # ComfyUI reads the command line too
-    return demo(arguments)
+    return demo(options)
 
 
 if __name__ == "__main__":

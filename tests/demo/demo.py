@@ -1,6 +1,5 @@
 """Denoise one clip of the sample model twice, same seed: with the default attention and with VC-Attention."""
 
-import argparse
 import os
 import platform
 from pathlib import Path
@@ -11,19 +10,7 @@ from .meter import Run, psnr
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = PACK_ROOT / "nodes" / "sample_model" / "wan_sample.safetensors"
-OUTPUT = PACK_ROOT / "demo_output" / "vc_attention_demo.webp"
 ENLARGE, LABEL_HEIGHT, FRAME_MS = 4, 24, 120
-
-
-def options_of(arguments):
-    parser = argparse.ArgumentParser(prog="python dev.py demo", description=__doc__)
-    parser.add_argument("--prompt", default="a red circle", help="a colour and a shape, as in 'a blue cross'")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cfg", type=float, default=1.0, help="1 runs the prompt alone")
-    parser.add_argument("--kernel", help="default: auto on a GPU, reference on a CPU")
-    parser.add_argument("--out", type=Path, default=OUTPUT, help="animated WebP of both clips side by side")
-    return parser.parse_args(arguments)
 
 
 def make_host():
@@ -77,8 +64,8 @@ def save_side_by_side(runs: dict[str, Run], path: Path) -> None:
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0, quality=85)
 
 
-def main(arguments) -> int:
-    options = options_of(arguments)
+def main(options) -> int:
+    """options: what options.py reads from the command line."""
     kernel = options.kernel or ("auto" if torch.cuda.is_available() else "reference")
     if not WEIGHTS.exists():
         raise SystemExit(f"the sample model's weights are missing: {WEIGHTS}")

@@ -127,10 +127,11 @@ test("a report node shows what it found and copies all of it", async () => {
 });
 
 test("a report node without a run says why, as a warning", () => {
-  const status = { phase: "report", report: "No run of this model was recorded." };
+  const report = "VC-Attention was not active: precision is off";
+  const status = { phase: "report", report, warning: report };
   assert.equal(module.level(status), "warning");
   assert.equal(module.headline(status), status.report);
-  assert.equal(module.detail(status), "");
+  assert.equal(module.detail(status), "Click to copy this report");
 });
 
 test("ComfyUI's own text box is replaced, and its text shown in ours until an event comes", () => {
