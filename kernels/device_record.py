@@ -53,7 +53,8 @@ class Entry:
     checks: list[str] = field(default_factory=list)  # of the self-test, as text
     speeds: list[Speed] = field(default_factory=list)  # shortest first; empty: not timed
     min_tokens: int | None = None  # from here on faster than PyTorch; None: never, or not timed
-    seconds: float = 0.0  # building and testing took
+    seconds: float = 0.0  # building, testing and timing took
+    build_seconds: float = 0.0  # of these, what was compiled ahead
 
     @property
     def why_not(self) -> str | None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from .attend.cuda_build import compile_ahead, jobs
 from .benchmark import Shape, config_for, make_inputs, median_ms
 from .benchmark_peers import PEERS
+from .cuda_builds import builds
 from .device_record import FAILED, PASSED, CardRecord, Entry, Speed, record_of
 from .dispatch import on_device
 from .operands import AttentionProblem
@@ -43,15 +45,16 @@ def validate(
 ) -> Entry:
     """What is known about spec on device afterwards; tried only if nothing was.
 
-    advance() is called steps(cases, lengths) times at most, waiting() again and again while another process
-    tries the same kernel; what they raise goes to the caller. An entry whose state is UNTESTED was not kept:
-    the memory did not suffice. Raises ContextLost after an error that no later call on the GPU survives.
+    advance() is called steps(cases, lengths) times at most, waiting() after every build, and again and again
+    while another process tries the same kernel; what they raise goes to the caller. An entry whose state is
+    UNTESTED was not kept: the memory did not suffice. Raises ContextLost after an error that no later call on
+    the GPU survives.
     """
     device = torch.device(device)
     record = card_record(device)
     with record.trying(spec.name, waiting) as entry:
         if entry is None:
-            entry = _tried(spec, device, record, advance, cases, lengths)
+            entry = _tried(spec, device, record, advance, waiting, cases, lengths)
             if entry.state != UNTESTED:
                 record.save(entry)
         else:
@@ -59,23 +62,44 @@ def validate(
     return entry
 
 
+def build_ahead(spec: KernelSpec, device: torch.device, advance: Callable[[], None] = lambda: None) -> None:
+    """Compile what the self-test will load, several sources at a time; Triton compiles when it launches."""
+    if device.type == "cuda" and torch.version.hip is None:
+        found = builds(torch.cuda.get_device_capability(device), spec.name)
+        compile_ahead([(build.source, build.arch, build.defines) for build in found], advance)
+
+
+def threads_for(spec: KernelSpec) -> int:
+    """How many cases of a self-test may run at once: it helps where they compile, outside of Python's lock."""
+    if not spec.name.startswith("triton"):
+        return 1
+    import triton
+
+    return jobs() if hasattr(triton, "AsyncCompileMode") else 1  # older ones were not made for threads
+
+
 def steps(cases: tuple[Case, ...] = CASES, lengths: tuple[int, ...] = TIMED_TOKENS) -> int:
     return steps_of(cases) + len(lengths)
 
 
-def _tried(spec, device, record, advance, cases, lengths) -> Entry:
+def _tried(spec, device, record, advance, waiting, cases, lengths) -> Entry:
     begin, cancelled = time.perf_counter(), []
 
-    def advance_or_cancel():
+    def or_cancel(call):
         try:
-            advance()
+            call()
         except BaseException as error:
             cancelled.append(error)
             raise
 
+    def advance_or_cancel():
+        or_cancel(advance)
+
     # broad, because every compiler and backend has its own errors; a lost context is raised again
     try:
-        checks = self_test(spec, device, cases, advance_or_cancel)
+        build_ahead(spec, device, lambda: or_cancel(waiting))
+        built = time.perf_counter()
+        checks = self_test(spec, device, cases, advance_or_cancel, threads_for(spec))
         texts, wrong = [str(check) for check in checks], refusal(checks)
         if wrong:
             return Entry(spec.name, FAILED, f"failed its self-test on this card ({wrong})", texts)
@@ -95,8 +119,8 @@ def _tried(spec, device, record, advance, cases, lengths) -> Entry:
                 f"now on; restart to go on without it ({first_line(error)})"
             ) from error
         return entry
-    seconds = round(time.perf_counter() - begin, 1)
-    return Entry(spec.name, PASSED, "", texts, speeds, least_tokens(speeds), seconds)
+    seconds, build_seconds = (round(x - begin, 1) for x in (time.perf_counter(), built))
+    return Entry(spec.name, PASSED, "", texts, speeds, least_tokens(speeds), seconds, build_seconds)
 
 
 def time_kernel(spec, device, lengths, advance, heads: int = TIMED_HEADS) -> list[Speed]:

@@ -15,6 +15,8 @@ import struct
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ KERNELS = Path(__file__).resolve().parents[1]
 INCLUDE = r'(?m)^#include "(.+)"$'
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DIGEST_BYTES = 32
+MOST_JOBS = 8  # compilers at once, about 30 MB each (NVRTC 13)
 WINDOWS = sys.platform == "win32"
 
 _lock = threading.RLock()
@@ -97,6 +100,34 @@ def cached_cubin(source: Path, arch: str, defines: tuple[str, ...] = ()) -> byte
         cubin = compile_cubin(source, arch, defines)[0]
         _write_entry(path, cubin)
     return cubin
+
+
+def compile_ahead(
+    wanted: Iterable[tuple[Path, str, tuple[str, ...]]], advance: Callable[[], None] = lambda: None
+) -> None:
+    """Fill the disk cache with these (source, arch, defines), as many at a time as there are cores.
+
+    advance() is called after each; what it raises goes to the caller, with nothing left running. What does
+    not build is left to load_module, which says why.
+    """
+    if why_no_build():
+        return
+    with ThreadPoolExecutor(jobs()) as pool:
+        building = [pool.submit(cached_cubin, *one) for one in wanted]
+        try:
+            for done in as_completed(building):
+                with contextlib.suppress(CudaBuildError):
+                    done.result()
+                advance()
+        finally:
+            for one in building:
+                one.cancel()
+
+
+def jobs() -> int:
+    """How many compilers may run at once."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(usable or 1, MOST_JOBS))
 
 
 def compile_cubin(source: Path, arch: str, defines: tuple[str, ...] = (), options: tuple[str, ...] = ()):

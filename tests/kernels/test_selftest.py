@@ -1,6 +1,7 @@
 """The self-test passes sound kernels and rejects broken ones; every break here once reached users."""
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ CPU = torch.device("cpu")
 # the same cases, smaller where the reference on a CPU is slow
 SMALL = tuple(replace(case, keys=min(case.keys, 3000)) for case in CASES)
 MEANS = tuple(case for case in CASES if case.name == "means")
+MASKED = tuple(case for case in CASES if case.masked)
 
 
 def kernel(numerics, prepare=REFERENCE.prepare, attend=REFERENCE.attend):
@@ -73,8 +75,7 @@ def test_a_key_that_does_not_exist_must_not_be_read():
     def reads_all(q, k, v, recipe, *, key_count=None, **options):
         return REFERENCE.prepare(q, k, v, recipe, key_count=None, **options)
 
-    masked = tuple(case for case in CASES if case.masked)
-    assert "masked keys: error inf" in refusal(self_test(kernel("int8_int8", prepare=reads_all), CPU, masked))
+    assert "masked keys: error inf" in refusal(self_test(kernel("int8_int8", prepare=reads_all), CPU, MASKED))
 
 
 def test_a_wrong_log_sum_exp_is_rejected():
@@ -82,8 +83,8 @@ def test_a_wrong_log_sum_exp_is_rejected():
         out, lse = REFERENCE.attend(operands)
         return out, None if lse is None else lse + 0.1
 
-    wrong = refusal(self_test(kernel("int8_int8", attend=shifted), CPU, MEANS))
-    assert wrong.startswith("means, log-sum-exp")
+    wrong = refusal(self_test(kernel("int8_int8", attend=shifted), CPU, MASKED))
+    assert wrong.startswith("masked keys, log-sum-exp")
 
 
 def test_an_order_that_is_no_permutation_stops_it(monkeypatch):
@@ -119,6 +120,38 @@ def test_progress_comes_after_every_case():
     seen = []
     self_test(kernel("int8_int8"), CPU, MEANS, lambda: seen.append(1))
     assert len(seen) == selftest.steps_of(MEANS)
+
+
+def test_cases_at_once_give_the_same_checks():
+    seen = []
+    spec = kernel("int8_fp8")
+    assert self_test(spec, CPU, SMALL, lambda: seen.append(1), threads=3) == self_test(spec, CPU, SMALL)
+    assert len(seen) == selftest.steps_of(SMALL)
+
+
+def test_of_cases_at_once_only_the_first_of_every_build():
+    lock, running, most = threading.Lock(), [], []
+
+    def attend(operands):
+        with lock:
+            running.append(operands)
+            most.append(len(running))
+        out = REFERENCE.attend(operands)
+        with lock:
+            running.pop()
+        return out
+
+    cases = [replace(MEANS[0], name=str(i)) for i in range(6)]
+    self_test(kernel("int8_int8", attend=attend), CPU, tuple(cases), threads=6)
+    assert set(most) == {1}
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    def fails(operands):
+        raise KeyError("in a thread")
+
+    with pytest.raises(KeyError, match="in a thread"):
+        self_test(kernel("int8_int8", attend=fails), CPU, SMALL, threads=4)
 
 
 def test_a_kernel_that_takes_no_such_calls_is_not_asked():
