@@ -68,16 +68,25 @@ def scores(operands: VCOperands, j: int, dtype=torch.float32):
         q = _from_nvfp4(q, operands.q_scale, dtype) * g_q[..., None, None].to(dtype)
         k = _from_nvfp4(k, operands.k_scale[:, :, rows], dtype) * g_k[..., None, None].to(dtype)
         t = q @ k.transpose(-1, -2)
+        if operands.q_means is not None:
+            t = t + _shift(operands, rows, dtype)
     else:
         # integer products of 128 channels stay under 2^21, so fp32 holds them exactly
         t = q.to(dtype) @ k.to(dtype).transpose(-1, -2)
-        k_scale = operands.k_scale[:, :, j].repeat_interleave(formats.K_GROUP, -1)[..., : k.shape[2]]
+        k_scale = operands.k_scale[:, :, j]  # one per 32 keys, or finer
+        k_scale = k_scale.repeat_interleave(TILE // k_scale.shape[-1], -1)[..., : k.shape[2]]
         t = t * operands.q_scale[..., None].to(dtype) * k_scale[:, :, None].to(dtype)
     t = t * operands.score_scale
     if operands.key_count is not None:
         index = torch.arange(TILE * j, TILE * j + t.shape[-1], device=t.device)
         t = t.masked_fill(index >= operands.key_count[:, None, None, None], -torch.inf)
     return t
+
+
+def _shift(operands, rows, dtype):
+    """N3: what the queries' block means have to do with some keys, [B, H, Lq, keys]."""
+    shift = operands.q_means.to(dtype) @ operands.k_centred[:, :, rows].to(dtype).transpose(-1, -2)
+    return shift.repeat_interleave(TILE, 2)[:, :, : operands.q.shape[2]]
 
 
 def log_sum_exp(operands, softmax):
@@ -122,8 +131,10 @@ def _relative(t, maximum):
 
 def _add_tile_int8(softmax, t, tile_maximum, values, j, recipe):
     """I2 to I4: P in unsigned INT8 scaled to the tile's own maximum, merged in fp32."""
-    p = torch.round(formats.UINT8_MAX * torch.exp2(_relative(t, tile_maximum)))
-    mass = p.sum(-1)
+    e = formats.UINT8_MAX * torch.exp2(_relative(t, tile_maximum))
+    p = torch.round(e)
+    # what rounding takes from a tile comes back as its mean; without means the sum must lose it, too
+    mass = (e if values.means is not None else p).sum(-1)
     w = torch.exp2(_relative(tile_maximum[..., None], softmax.maximum)[..., 0]) / formats.UINT8_MAX
     scale = values.scale[:, :, j, None].to(values.dtype)
     softmax.add(w[..., None] * (scale * values.weighted(p, j) + values.restore(mass, j)), w * mass)

@@ -38,9 +38,10 @@ def add_tile(
     b_max = tl.maximum(b_m, b_tile)
     b_alpha = tl.exp2(b_m - b_max)
     b_w = tl.exp2(b_tile - b_max) * (1.0 / 255.0)
-    b_x = tl.exp2(scaled_scores(b_s, b_scale, -b_tile, left, M, MASKED)) * 255.0 + SIGNED_MAGIC
-    b_p = b_x.to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS
-    b_rho = (tl.sum(b_p, 1) + HALF_RANGE_SUM).to(tl.float32)
+    b_e = tl.exp2(scaled_scores(b_s, b_scale, -b_tile, left, M, MASKED)) * 255.0
+    b_p = (b_e + SIGNED_MAGIC).to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS
+    # I3: with means, what rounding takes from the tile comes back as its mean
+    b_rho = tl.sum(b_e, 1) if HAS_MEAN else (tl.sum(b_p, 1) + HALF_RANGE_SUM).to(tl.float32)
     b_n = tl.dot(b_p.to(tl.int8), tl.trans(tl.load(p_v)), out_dtype=tl.int32) + tl.load(p_sum)[None, :]
     b_n = b_n.to(tl.float32) * tl.load(p_vs)[None, :]
     if HAS_MEAN:

@@ -14,14 +14,15 @@ SOURCE = Path(__file__).parent / "csrc" / "cuda_sm90.cu"
 ARCH = "sm_90a"
 HEAD_DIM = 128
 BLOCK_ROWS = 192  # query rows of one block of the attention kernel
-KEY_RECORD = 16384 + 16  # codes of a tile, then 4 scales
+KEY_RECORD = {"fp8": 16384 + 16, "int8": 16384 + 32}  # codes of a tile, then 4 or 8 scales, by value format
 VALUE_RECORD = {"fp8": 16384 + 1024, "int8": 16384 + 512}  # codes, then ones or scales
 MEAN_RECORD = 4096  # means of 16 tiles
 MEAN_TILES = 16
 CHUNK = 1024  # keys of one partial statistic
 INPUTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "float"}
 ROPE_LAYOUTS = {"": 0, "interleaved": 1, "half": 2}
-JOB = "PqqqPqqqPqqq PPqi PP PPP PPPPPP qq iiii IIII f iii"  # struct Job
+JOB = "PqqqPqqqPqqq PPqi PPP PPPP PPPPPP qq iiii IIII ff iii"  # struct Job
+LARGEST_SCORE_LOG2 = float(1 << 17)  # octaves; past it a probability code could round out of its range
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     order = None if order is None else order.contiguous()
     partial = torch.empty(2, batch, heads, chunks, HEAD_DIM, device=device)
     k_mean, v_scale = empty(HEAD_DIM), empty(HEAD_DIM) if fp8_values else None
+    k_top = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+    by_size = None if fp8_values else empty(keys, dtype=torch.int32)
     rope_fields, rope_tables = _rope_fields(rope)
     inputs = [*_rows(q.peek()), *_rows(k.peek()), *_rows(v.peek())]
     passes = _Passes(recipe, q.peek(), k.peek(), v.peek(), rope is not None)
@@ -69,21 +72,22 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
             JOB.replace(" ", ""),
             *inputs,
             *rope_fields,
-            order, key_count,
-            partial, k_mean, v_scale,
+            order, by_size, key_count,
+            partial, k_mean, k_top, v_scale,
             q_image, q_scale, k_image, v_image, means, lse_shift,
             queries, keys,
             heads, tiles, blocks, chunks,
             *_sign_words(),
-            softmax_scale,
+            softmax_scale, largest_scales(recipe, softmax_scale),
             int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
         )  # fmt: skip
 
     # each input is given up as soon as it was read, before there is memory for the next one's codes
     passes.statistics(job(), chunks)
-    made_k = empty(tiles, KEY_RECORD, dtype=torch.uint8)
-    passes.codes_k(job(k_image=made_k), tiles * 4)
+    made_k = empty(tiles, KEY_RECORD[recipe.value_format], dtype=torch.uint8)
+    passes.codes_k(job(k_image=made_k), tiles)
     k.take()
+    # after the keys, whose largest scale bounds a query's
     made_q = empty(blocks * 3, 64, 128, dtype=torch.uint8), empty(blocks * BLOCK_ROWS)
     lse_shift = empty(queries) if want_lse else None
     passes.codes_q(job(*made_q, lse_shift=lse_shift), blocks * 3)
@@ -128,12 +132,21 @@ class _Passes:
     def codes_q(self, job, blocks):
         self.of_q.launch("codes_q", (blocks, self.all_heads), 128, job)
 
-    def codes_k(self, job, blocks):
-        self.of_k.launch("codes_k", (blocks, self.all_heads), 64, job)
+    def codes_k(self, job, tiles):
+        # a block takes 32 keys, or a tile where its keys are put in order
+        blocks, threads = (tiles, 256) if self.recipe.value_format == "int8" else (tiles * 4, 64)
+        self.of_k.launch("codes_k", (blocks, self.all_heads), threads, job)
 
     def codes_v(self, job, blocks):
         # the tile as it is, then its codes in the same place
         self.of_v.launch("codes_v", (blocks, self.all_heads), 256, job, shared=self.v_tile_bytes)
+
+
+def largest_scales(recipe: Recipe, softmax_scale: float) -> float:
+    """What q_scale * k_scale may be, so that no score passes LARGEST_SCORE_LOG2 octaves."""
+    top = formats.INT8_MAX if recipe.numerics.startswith("int8") else formats.E4M3_MAX
+    unit = abs(softmax_scale) * formats.LOG2E * top * top * HEAD_DIM
+    return min(LARGEST_SCORE_LOG2 / unit, 3.0e38) if unit else 3.0e38
 
 
 def load(recipe, dtype, device, rope=False, wide=True, tensor_rotation=False):

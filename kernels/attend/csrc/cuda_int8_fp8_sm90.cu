@@ -8,6 +8,7 @@
 // Means: (row sum, maximum) of 16 tiles wait in shared memory; one 16-bit product adds their outer products (Eq. 6).
 // S and T take the same registers, so each warpgroup is serial and the three overlap one another.
 // Bound by: register-file writes beside 32-bit accumulators (tests/bench/NOTES.md).
+#define KEY_TAIL 16
 #define VALUE_TAIL 1024
 #include "frame.cuh"
 

@@ -3,9 +3,12 @@
 // Host side: ../cuda_int8_int8_sm90.py. Must match ../reference.py. Switches: USE_MEANS, USE_F16_MEANS (else bf16).
 //
 // Same frame as cuda_int8_fp8_sm90.cu. Both products start from preloaded accumulators, so neither needs a conversion.
-// The row sum is exact: dp4a over the probability bytes, whose absent keys are cleared in a short last tile. O is
-// rescaled only in tiles where a maximum of the warp moved.
+// Keys of a tile come by falling size, 16 to a scale, so a lane has two scales a tile. With means the row sum is that of
+// the probabilities before rounding: what rounding takes from a tile comes back as its mean. Without means numerator
+// and sum must lose alike: dp4a over the bytes. Absent keys repeat a real one; a short last tile clears their bytes.
+// O is rescaled only in tiles where a maximum of the warp moved.
 // Bound by: instruction issue, 700 a tile and warp (tests/bench/NOTES.md).
+#define KEY_TAIL 32
 #define VALUE_TAIL 512
 #include "frame.cuh"
 
@@ -72,11 +75,10 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         u32 s[64], n[64], p[16];
         preload(s);
         barrier_wait(bar.k_full(ring.slot), ring.parity);
-        float a0, a1, m0, m1;
-        const float k_scale = load_shared(shared + K_AT + ring.slot * SLOT + 16384 + (lane & 3) * 4);
+        float a0, a1, m0, m1, lo, hi;
+        load_shared2(shared + K_AT + ring.slot * SLOT + 16384 + (lane & 3) * 8, lo, hi);
         both_rows(q_scale, second, a0, a1);
-        a0 *= k_scale;
-        a1 *= k_scale;
+        const HalfScales a{{{a0 * lo, a1 * lo}, {a0 * hi, a1 * hi}}};
         pin(s);
         wgmma_fence();
         multiply_qk(s, q, tile_descriptor(shared + K_AT + ring.slot * SLOT));
@@ -85,12 +87,14 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         pin(s);
         release(bar.k_empty(ring.slot), lane);
 
-        int sum0, sum1;
-        const float tile_max = raise_max(s, a0, a1, MINUS_INFINITY, second);
-        both_rows(tile_max, second, m0, m1);
-        probabilities_u8(s, a0, a1, m0, m1, p);
-        if (keys - (first + j) * TILE < TILE) drop_absent(p, keys - (first + j) * TILE, lane);
-        byte_sums(p, sum0, sum1);
+        const int left = keys - (first + j) * TILE;  // real keys of this tile, if fewer than a tile
+        const float absent = left < TILE ? (float)min(max(32 * (lane & 3) + 32 - left, 0), 32) : 0.f;
+        float sum0, sum1;
+        const float tile_top = tile_max(s, a, second);
+        both_rows(tile_top, second, m0, m1);
+        probabilities_u8<USE_MEANS>(s, a, m0, m1, absent, p, sum0, sum1);
+        if (left < TILE) drop_absent(p, left, lane);
+        if (!USE_MEANS) byte_sums(p, sum0, sum1);
 
         preload(n);
         barrier_wait(bar.v_full(ring.slot), ring.parity);
@@ -104,9 +108,9 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         wgmma_u8s8<1>(n, p + 8, v + 4);
         wgmma_u8s8<1>(n, p + 12, v + 6);
         wgmma_commit();
-        const float raised = fmaxf(m, tile_max), alpha = exp2_fast((m - raised) * 0.125f);
-        const float w = exp2_fast((tile_max - raised) * 0.125f) * (1.f / 255.f);
-        const float sum = (float)quad_sum(sum0, sum1, second);
+        const float raised = fmaxf(m, tile_top), alpha = exp2_fast((m - raised) * 0.125f);
+        const float w = exp2_fast((tile_top - raised) * 0.125f) * (1.f / 255.f);
+        const float sum = quad_sum(sum0, sum1, second);
         m = raised;
         wgmma_wait();
         pin(n);
@@ -121,7 +125,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         merge_tile(o, n, w0, w1, v_at + 16384 + (lane & 3) * 8);
         release(bar.v_empty(ring.slot), lane);
         ring.next();
-        if (USE_MEANS) record_sums(sums, j, lane, sum * (1.f / 255.f), tile_max);
+        if (USE_MEANS) record_sums(sums, j, lane, sum * (1.f / 255.f), tile_top);
         else l = fmaf(l, alpha, w * sum);
       }
       if (USE_MEANS) {

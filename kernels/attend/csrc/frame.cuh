@@ -8,7 +8,7 @@ constexpr int BLOCK_ROWS = 64 * GROUPS;  // query rows of a block
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int STAGES = 4;  // tiles in flight
 
-constexpr int KEY_RECORD = 16384 + 16;            // codes of a tile, then 4 scales
+constexpr int KEY_RECORD = 16384 + KEY_TAIL;      // codes of a tile, then its scales: 4, or 8
 constexpr int VALUE_RECORD = 16384 + VALUE_TAIL;  // transposed codes of a tile, then 8 rows of ones or 128 scales
 constexpr int MEAN_RECORD = 4096;                 // means of 16 tiles
 constexpr int MEAN_TILES = 16;                    // tiles between two restorations

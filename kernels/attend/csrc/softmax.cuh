@@ -121,19 +121,56 @@ DEVICE void probabilities(const S (&s)[64], float a0, float a1, float m0, float 
   }
 }
 
+// A lane's factors where it has two scale groups of 16 keys: [half of its columns][row g or g + 8]
+struct HalfScales {
+  float of[2][2];
+};
+// The tile's own maximum of row g (even lanes) or g + 8 (odd lanes).
+DEVICE float tile_max(const u32 (&s)[64], const HalfScales& a, bool second) {
+  float top[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int x0 = bits(s[32 * half]), x1 = bits(s[32 * half + 2]);
+    x0 = max(x0, bits(s[32 * half + 1]));
+    x1 = max(x1, bits(s[32 * half + 3]));
+#pragma unroll
+    for (int j = 8 * half + 1; j < 8 * half + 8; j++) {
+      x0 = max3(x0, bits(s[4 * j]), bits(s[4 * j + 1]));
+      x1 = max3(x1, bits(s[4 * j + 2]), bits(s[4 * j + 3]));
+    }
+    const float y0 = (__int_as_float(x0) - PRELOADED) * a.of[half][0];
+    const float y1 = (__int_as_float(x1) - PRELOADED) * a.of[half][1];
+    top[0] = half ? fmaxf(top[0], y0) : y0;
+    top[1] = half ? fmaxf(top[1], y1) : y1;
+  }
+  return quad_max(top[0], top[1], second);
+}
 // Unsigned bytes 255 * 2^((a s - m) / 8) against the tile's own maxima (I2), in the same order.
-DEVICE void probabilities_u8(const u32 (&s)[64], float a0, float a1, float m0, float m1, u32 (&p)[16]) {
+// SUM: also this lane's sums before rounding; its last `absent` keys are copies of one key and do not count.
+template <bool SUM>
+DEVICE void probabilities_u8(const u32 (&s)[64], HalfScales a, float m0, float m1, float absent, u32 (&p)[16],
+                             float& sum0, float& sum1) {
   constexpr float TOP = 7.994353436858858f;  // log2 255
-  a0 *= 0.125f, a1 *= 0.125f;
-  const float b0 = fmaf(-PRELOADED, a0, TOP - 0.125f * m0), b1 = fmaf(-PRELOADED, a1, TOP - 0.125f * m1);
+  HalfScales b;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    a.of[i / 2][i % 2] *= 0.125f;
+    b.of[i / 2][i % 2] = fmaf(-PRELOADED, a.of[i / 2][i % 2], TOP - 0.125f * (i % 2 ? m1 : m0));
+  }
+  sum0 = sum1 = 0.f;
 #pragma unroll
   for (int j = 0; j < 16; j += 2) {
     float x[8];
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      x[i] = exp2_fast(fmaf(value(s[4 * j + i]), (i & 2) ? a1 : a0, (i & 2) ? b1 : b0));
+      x[i] = exp2_fast(fmaf(value(s[4 * j + i]), a.of[j / 8][i / 2 % 2], b.of[j / 8][i / 2 % 2]));
     p[j] = pack_u8(x[0], x[1], x[4], x[5]);
     p[j + 1] = pack_u8(x[2], x[3], x[6], x[7]);
+    if (SUM) {
+      sum0 += (x[0] + x[1]) + (x[4] + x[5]);
+      sum1 += (x[2] + x[3]) + (x[6] + x[7]);
+      if (j == 14) sum0 = fmaf(-absent, x[5], sum0), sum1 = fmaf(-absent, x[7], sum1);
+    }
   }
 }
 // Clears the bytes of keys from count on: word i of a lane is keys 32 (lane % 4) + 4 i to + 3.
@@ -147,11 +184,12 @@ DEVICE void drop_absent(u32 (&p)[16], int count, int lane) {
   }
 }
 // Row sums over this lane's bytes
-DEVICE void byte_sums(const u32 (&p)[16], int& sum0, int& sum1) {
-  sum0 = sum1 = 0;
+DEVICE void byte_sums(const u32 (&p)[16], float& sum0, float& sum1) {
+  int x0 = 0, x1 = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    sum0 = add_bytes(p[2 * i], sum0);
-    sum1 = add_bytes(p[2 * i + 1], sum1);
+    x0 = add_bytes(p[2 * i], x0);
+    x1 = add_bytes(p[2 * i + 1], x1);
   }
+  sum0 = (float)x0, sum1 = (float)x1;
 }

@@ -4,12 +4,15 @@
 // Where a key sits: key 32 a + 4 i + b of a tile (scale group a) is row 16 i + 8 (b / 2) + 2 a + b % 2 of the K
 // image, so that the accumulator columns of one lane are one scale group; and byte 16 i + 4 a + b of a channel's row
 // in the V image, so that the lane's packed probabilities are the A fragment of the second product as they are.
+// With INT8 values the keys of a tile are first put in the order of falling size, and 16 neighbours share a scale (C3):
+// keys of like size lose less to it. V follows, and a tile's mean does not care.
 // Absent keys of a last tile: the K image repeats the last real key (their scores change no maximum), the V image has
 // zero codes and zero ones (they add nothing).
 // Bound by: memory traffic; one read and one write per operand, and one more read of k and v for their statistics.
 #include "rows.cuh"
 
-constexpr int KEY_RECORD = 16384 + 16;
+constexpr int SCALES = USE_INT8_VALUES ? 8 : 4;  // of a K tile
+constexpr int KEY_RECORD = 16384 + 4 * SCALES;
 constexpr int MEAN_RECORD = 4096;
 constexpr int CHUNK = 1024;  // keys whose statistics one block takes
 
@@ -17,9 +20,11 @@ struct Job {
   Rows q, k, v;
   Rope rope;
   const int* order;      // [B H][Lk] or null: token order
+  int* by_size;          // [B H][Lk]: order, the keys of each tile by falling size; INT8 values only
   const int* key_count;  // [B] or null: all keys
   float* partial;        // [2][B H][chunks][128]: k sums, |v| maxima
   float* k_mean;         // [B H][128]
+  int* k_top;            // [B H] bits of the largest K scale; 0 before
   float* v_scale;        // [B H][128]
   char* q_image;         // [B H][blocks * 3][8192]
   float* q_scale;        // [B H][blocks * 192]
@@ -31,9 +36,10 @@ struct Job {
   int heads, tiles, blocks, chunks;
   u32 signs[4];
   float softmax_scale;
+  float largest;  // what the scales of a query and a key may multiply to
   int rotate, smooth_k, demean;
 };
-static_assert(sizeof(Job) == 280, "JOB of ../cuda_sm90.py packs it");
+static_assert(sizeof(Job) == 304, "JOB of ../cuda_sm90.py packs it");
 
 DEVICE int count_of(const Job& job, int batch) {
   return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
@@ -42,7 +48,11 @@ DEVICE int count_of(const Job& job, int batch) {
 DEVICE i64 token_at(const Job& job, int bh, i64 i) {
   return job.order ? __ldg(job.order + bh * job.keys + i) : i;
 }
+// Row of the K image of key 32 a + 4 i + b of a tile
+DEVICE int image_row(int key) { return key % 32 / 4 * 16 + key % 4 / 2 * 8 + key / 32 * 2 + key % 2; }
 
+template <bool INT8>
+DEVICE float scale_of(float amax) { return amax > 0.f ? amax / (INT8 ? 127.f : 448.f) : 1.f; }
 // A scale of rotated rows, whose rotation left out its norm; 1 for a group of zeros
 DEVICE float stored_scale(const Job& job, float amax, float scale) {
   return job.rotate && amax > 0.f ? scale * ROTATION_NORM : scale;
@@ -92,8 +102,8 @@ DEVICE void chunk_statistics(const Job& job, bool of_v) {
 // is taken off. blockIdx: B H; 128 threads
 extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
   const int bh = blockIdx.x, channel = threadIdx.x;
-  const float* sums = job.partial + (i64)bh * job.chunks * HEAD_DIM + channel;
-  const float* maxima = sums + (i64)gridDim.x * job.chunks * HEAD_DIM;
+  const float *sums = job.partial + (i64)bh * job.chunks * HEAD_DIM + channel,
+              *maxima = sums + (i64)gridDim.x * job.chunks * HEAD_DIM;
   const int count = count_of(job, bh / job.heads);
   float sum = 0.f, top = 0.f;
 #pragma unroll 8
@@ -165,9 +175,11 @@ DEVICE void quantize_q(const Job& job) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const bool real = row[i] < job.queries;
-    const float amax = quad_amax(x[i]), scale = amax > 0.f ? amax / (INT8 ? 127.f : 448.f) : 1.f;
+    const float amax = quad_amax(x[i]), scale = scale_of<INT8>(amax);
     store_codes<INT8>(job.q_image + block * 8192, row[i] % 64, lane, x[i], real ? 1.f / scale : 0.f);
-    if (lane == 0) job.q_scale[block * 64 + row[i] % 64] = real ? stored_scale(job, amax, scale) : 0.f;
+    // past job.largest the multiply-add that makes a code could round past its range; such rows see one key anyway
+    const float most = job.largest / __int_as_float(__ldg(job.k_top + bh));
+    if (lane == 0) job.q_scale[block * 64 + row[i] % 64] = real ? fminf(stored_scale(job, amax, scale), most) : 0.f;
     if (lane == 0 && real && job.lse_shift) job.lse_shift[bh * job.queries + row[i]] = dot[i] * job.softmax_scale;
   }
 }
@@ -183,7 +195,6 @@ DEVICE void quantize_k(const Job& job) {
   const int last = count - 1, source = min(group, last / 32), key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   float x[2][32], dot[2];
   i64 token[2];
-#pragma unroll
   for (int i = 0; i < 2; i++) token[i] = token_at(job, bh, first + min(32 * source + key + 8 * i, last));
   load_two<T>(job, job.k, bh, token, true, x, dot);
   float amax = fmaxf(quad_amax(x[0]), quad_amax(x[1]));
@@ -191,7 +202,7 @@ DEVICE void quantize_k(const Job& job) {
   for (int step = 4; step < 32; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
   if ((threadIdx.x & 31) == 0) maxima[threadIdx.x / 32] = amax;
   __syncthreads();
-  const float top = fmaxf(maxima[0], maxima[1]), scale = top > 0.f ? top / (INT8 ? 127.f : 448.f) : 1.f;
+  const float top = fmaxf(maxima[0], maxima[1]), scale = scale_of<INT8>(top);
   if (group != source) {
     // a group without keys repeats the last key, codes and scale: its scores are then that key's, bit for bit
     token[0] = token[1] = token_at(job, bh, first + last);
@@ -199,11 +210,61 @@ DEVICE void quantize_k(const Job& job) {
   }
   char* record = job.k_image + ((i64)bh * job.tiles + tile) * KEY_RECORD;
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int i = (key + 8 * r) / 4, b = key % 4;
-    store_codes<INT8>(record, 16 * i + 8 * (b / 2) + 2 * group + b % 2, lane, x[r], 1.f / scale);
+  for (int r = 0; r < 2; r++) store_codes<INT8>(record, image_row(32 * group + key + 8 * r), lane, x[r], 1.f / scale);
+  if (threadIdx.x == 0) {
+    const float stored = stored_scale(job, top, scale);
+    ((float*)(record + 16384))[group] = stored;
+    atomicMax(job.k_top + bh, __float_as_int(stored));
   }
-  if (threadIdx.x == 0) ((float*)(record + 16384))[group] = stored_scale(job, top, scale);
+}
+
+// The same with the keys of the tile by falling size, 16 to a scale. blockIdx: tile, B H; 256 threads
+template <typename T, bool INT8>
+DEVICE void quantize_k_by_size(const Job& job) {
+  __shared__ float size[TILE], ranked[TILE];
+  const int bh = blockIdx.y, lane = threadIdx.x & 3, key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const i64 tile = blockIdx.x, first = tile * TILE;
+  const int count = min((i64)TILE, count_of(job, bh / job.heads) - first), last = count - 1;
+  if (count <= 0) return;
+  float x[2][32], dot[2];
+  i64 token[2];
+  int rank[2] = {0, 0};
+#pragma unroll
+  for (int r = 0; r < 2; r++) token[r] = token_at(job, bh, first + min(key + 8 * r, last));
+  load_two<T>(job, job.k, bh, token, true, x, dot);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float top = quad_amax(x[r]);
+    if (lane == 0) size[key + 8 * r] = key + 8 * r < count ? top : -1.f;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float mine = size[key + 8 * r];
+#pragma unroll 8
+    for (int other = lane; other < TILE; other += 4)
+      rank[r] += size[other] > mine || (size[other] == mine && other < key + 8 * r);
+    rank[r] += __shfl_xor_sync(~0u, rank[r], 1);
+    rank[r] += __shfl_xor_sync(~0u, rank[r], 2);
+    if (lane == 0) ranked[rank[r]] = mine;
+  }
+  __syncthreads();
+  char* record = job.k_image + ((i64)bh * job.tiles + tile) * KEY_RECORD;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (rank[r] > last) continue;
+    const float inverse = 1.f / scale_of<INT8>(ranked[rank[r] / 16 * 16]);
+    if (lane == 0) job.by_size[bh * job.keys + first + rank[r]] = (int)token[r];
+    // absent keys repeat the last one
+    const int end = rank[r] == last ? TILE : rank[r] + 1;
+    for (int at = rank[r]; at < end; at++) store_codes<INT8>(record, image_row(at), lane, x[r], inverse);
+  }
+  if (threadIdx.x < SCALES) {
+    const float top = ranked[min((int)threadIdx.x, last / 16) * 16];
+    const float stored = stored_scale(job, top, scale_of<INT8>(top));
+    ((float*)(record + 16384))[threadIdx.x] = stored;
+    if (threadIdx.x == 0) atomicMax(job.k_top + bh, __float_as_int(stored));
+  }
 }
 
 template <typename T>
@@ -256,7 +317,8 @@ DEVICE void quantize_v(const Job& job) {
 #pragma unroll
   for (int n = 0; n < 8; n++) {
     const int key = 16 * n + threadIdx.x / 16;
-    const i64 token = token_at(job, bh, first + min(key, count - 1));
+    const i64 at = first + min(key, count - 1);
+    const i64 token = INT8 ? __ldg(job.by_size + bh * job.keys + at) : token_at(job, bh, at);
     loaded[n] = load_eight(row_of<T>(job.v, batch, head, token) + threadIdx.x % 16 * 8);
   }
 #pragma unroll
@@ -328,8 +390,9 @@ extern "C" __global__ void __launch_bounds__(256) statistics(const __grid_consta
 extern "C" __global__ void __launch_bounds__(128) codes_q(const __grid_constant__ Job job) {
   quantize_q<INPUT, USE_INT8_QK>(job);
 }
-extern "C" __global__ void __launch_bounds__(64) codes_k(const __grid_constant__ Job job) {
-  quantize_k<INPUT, USE_INT8_QK>(job);
+extern "C" __global__ void __launch_bounds__(USE_INT8_VALUES ? 256 : 64) codes_k(const __grid_constant__ Job job) {
+  if constexpr (USE_INT8_VALUES) quantize_k_by_size<INPUT, USE_INT8_QK>(job);
+  else quantize_k<INPUT, USE_INT8_QK>(job);
 }
 extern "C" __global__ void __launch_bounds__(256, 2) codes_v(const __grid_constant__ Job job) {
   quantize_v<INPUT, USE_INT8_VALUES, MEAN_F16>(job);

@@ -151,6 +151,29 @@ def test_int8_survives_value_outliers():
     assert int8 < 0.6 * fp8
 
 
+def one_key_among_its_tile(demean):
+    """Output and exact output where one key outweighs the others, which round to nothing."""
+    q, k, v = torch.zeros(1, 1, 1, 128), torch.zeros(1, 1, 128, 128), torch.ones(1, 1, 128, 128)
+    q[..., 0], k[..., 0, 0] = 8.0, 9.0
+    v[:, :, 0] = 0.0
+    recipe = Recipe("int8_int8", demean=demean, rotate_qk=False, smooth_k=False)
+    out, _ = attend(prepare(q, k, v, recipe, softmax_scale=128**-0.5))
+    return out, exact_attention(q, k, v)[0]
+
+
+def test_int8_returns_what_rounding_takes_as_the_mean_of_the_tile():
+    out, exact = one_key_among_its_tile(demean=True)
+    assert relative_l2(out, exact) < 0.02
+    assert relative_l2(one_key_among_its_tile(demean=False)[0], exact) > 0.9
+
+
+def test_int8_without_means_keeps_constant_values():
+    q, k, _ = sample_qkv("peaked", (1, 1, 32, 64), keys=300)
+    recipe = Recipe("int8_int8", demean=False)
+    out, _ = attend(prepare(q, k, torch.full((1, 1, 300, 64), 3.0), recipe, softmax_scale=0.125))
+    torch.testing.assert_close(out, torch.full_like(out, 3.0), rtol=1e-5, atol=0)
+
+
 def test_rotation_helps_outlier_channels_of_k():
     q, k, v = sample_qkv("k_outlier_channels", (1, 2, 128, 128), keys=2048)
     exact, _ = exact_attention(q, k, v)
