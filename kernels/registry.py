@@ -170,10 +170,10 @@ def _reference_refuses(problem):
 
 
 # Best first: "auto" takes the first row whose recipe fits the config and that can run the problem.
+# Among rows that fit one config the nearer numerics come first: INT8 scores before E4M3 ones.
 KERNELS = (
     KernelSpec("cuda_int8_fp8_sm90", ("int8_fp8",), _load_cuda_int8_fp8_sm90, _hopper_refuses),
     KernelSpec("cuda_int8_int8_sm90", ("int8_int8",), _load_cuda_int8_int8_sm90, _hopper_refuses),
-    KernelSpec("cuda_fp8_fp8_sm90", ("fp8_fp8",), _load_cuda_fp8_fp8_sm90, _hopper_refuses),
     KernelSpec("cuda_nvfp4_sm120", ("nvfp4",), _load_cuda_nvfp4_sm120, _nvfp4_refuses),
     KernelSpec(
         "triton_int8_fp8",
@@ -182,6 +182,7 @@ KERNELS = (
         _triton_int8_fp8_refuses,
         _not_on_blackwell_datacenter,
     ),
+    KernelSpec("cuda_fp8_fp8_sm90", ("fp8_fp8",), _load_cuda_fp8_fp8_sm90, _hopper_refuses),
     KernelSpec("triton_fp8_fp8", ("fp8_fp8",), _load_triton_fp8_fp8, _triton_fp8_fp8_refuses),
     KernelSpec("triton_int8_int8", ("int8_int8",), _load_triton_int8_int8, _triton_int8_int8_refuses),
     KernelSpec(
