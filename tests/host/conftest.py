@@ -84,6 +84,36 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def measured(request, sampling):
+    """What a test measured against its limits, for the summary."""
+    sampling.ERRORS.clear()
+    sampling.PSNRS.clear()
+    yield
+    found = request.node.user_properties
+    found += [
+        (LARGEST_ERROR, max(sampling.ERRORS, default=0.0)),
+        (LOWEST_PSNR, min(sampling.PSNRS, default=INF)),
+    ]
+
+
+LARGEST_ERROR, LOWEST_PSNR, INF = "largest relative L2 of a call", "lowest PSNR in dB", float("inf")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The five tests nearest to each limit; the limits of a kernel are set from them."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    for what, sign, nothing in ((LARGEST_ERROR, -1, 0.0), (LOWEST_PSNR, 1, INF)):
+        found = {
+            report.nodeid.rsplit("::")[-1]: value
+            for report in reports
+            for name, value in getattr(report, "user_properties", ())
+            if name == what and value != nothing
+        }
+        for test, value in sorted(found.items(), key=lambda item: sign * item[1])[:5]:
+            terminalreporter.write_line(f"{KERNEL}: {what} {value:.4g} in {test}")
+
+
 @pytest.fixture(scope="session")
 def to_api():
     """to_api(ui workflow, object_info): the prompt that ComfyUI's page would queue."""
