@@ -1,9 +1,12 @@
 """Attention kernels against torch's cuDNN bf16 attention, and the price of grouping; checked before timed.
 
 usage: python tests/bench/bench_attend.py [kernel ...] [--lengths 32768 75600] [--heads 40] [--json FILE]
+       python tests/bench/bench_attend.py --all
 
-Prints a Markdown table. Inputs are N(0, 1) with a constant offset per K channel. "kernel" is the attention
+Prints Markdown tables. Inputs are N(0, 1) with a constant offset per K channel. "kernel" is the attention
 kernel on prepared operands, "call" is everything from bf16 tensors with the token order at hand.
+--all: every Hopper kernel with and without means, errors on five kinds of tensors beside comfy-kitchen's
+INT8 attention (where installed), rising maxima, a whole schedule, rotary embedding, 64 channels.
 """
 
 import argparse
@@ -17,26 +20,30 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import conftest  # noqa: F401, gives the checkout its import name
-from comfyui_vc_attention.kernels import VCConfig, group_tokens
+from comfyui_vc_attention.kernels import AttentionProblem, VCConfig, choose_kernel, group_tokens
 from comfyui_vc_attention.kernels.dispatch import attend_call, prepare_call
 from comfyui_vc_attention.kernels.group import reference as group_reference
 from comfyui_vc_attention.kernels.operands import TokenGrouping
 from comfyui_vc_attention.kernels.testing import energy_removed, relative_l2, sample_qkv
+from conditions import by_parts, markdown_conditions, rising, rope_price, whole_schedule
+from kinds import PEER, bench_peer, errors_by_kind, markdown_kinds
 from timing import environment, interleaved_ms, kernels_ms, peak_extra_bytes
 
+MEANS, PLAIN = "means, order", "plain"
 # relative L2 against float32 attention on N(0, 1) values; half above what the recipes measure
 ERROR_BOUNDS = {"int8_fp8": 0.06, "fp8_fp8": 0.08, "int8_int8": 0.022}
 CHECKED_ROWS = 512
+HOPPER = ["cuda_int8_fp8_sm90", "cuda_fp8_fp8_sm90", "cuda_int8_int8_sm90"]
 
 
-def inputs(heads, length, seed=0):
+def inputs(heads, length, seed=0, channels=128):
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 
-    q, k, v = (normal(1, heads, length, 128) for _ in range(3))
-    return q, k + normal(1, heads, 1, 128), v
+    q, k, v = (normal(1, heads, length, channels) for _ in range(3))
+    return q, k + normal(1, heads, 1, channels), v
 
 
 def cudnn(q, k, v):
@@ -55,18 +62,22 @@ def check_error(kernel, out, q, k, v):
     return error
 
 
-def bench_kernel(kernel, q, k, v, config, grouping, label):
+def bench_kernel(kernel, q, k, v, config, grouping, label, rounds=10):
+    def prepare():
+        return prepare_call(q, k, v, config, grouping=grouping, kernel=kernel)
+
     def call():
-        prepared = prepare_call(q, k, v, config, grouping=grouping, kernel=kernel)
-        return attend_call(prepared)[0]
+        return attend_call(prepare())[0]
 
     error = check_error(kernel, call(), q, k, v)
-    prepared = prepare_call(q, k, v, config, grouping=grouping, kernel=kernel)
+    prepared = prepare()
     # cuDNN's call is one kernel; ours has one small fill beside the kernel
     ms = interleaved_ms(
-        {"cudnn": lambda: cudnn(q, k, v), "kernel": lambda: attend_call(prepared), "call": call}
+        {"cudnn": lambda: cudnn(q, k, v), "kernel": lambda: attend_call(prepared), "call": call}, rounds
     )
+    ms |= interleaved_ms({"prepare": prepare}, rounds)
     prepared = None
+    peak = peak_extra_bytes(call)
     return {
         "kernel": kernel,
         "what": label,
@@ -78,8 +89,11 @@ def bench_kernel(kernel, q, k, v, config, grouping, label):
         "call_ms": ms["call"],
         "kernel_ratio": ms["cudnn"] / ms["kernel"],
         "call_ratio": ms["cudnn"] / ms["call"],
-        "kernel_tflops": 4 * q.shape[1] * q.shape[2] ** 2 * 128 / ms["kernel"] / 1e9,
-        "extra_memory_share": peak_extra_bytes(call) / (3 * q.numel() * 2),
+        "prepare_ms": ms["prepare"],
+        "kernel_tflops": 4 * q.shape[1] * q.shape[2] ** 2 * q.shape[3] / ms["kernel"] / 1e9,
+        # the peak counts the output, whose share is a third
+        "extra_memory_share": peak / (3 * q.numel() * 2),
+        "own_memory_share": (peak - 2 * q.numel()) / (3 * q.numel() * 2),
         "kernels_ms": kernels_ms(call, rounds=2),
     }
 
@@ -112,14 +126,18 @@ def bench_grouping(heads, length, attention_ms, clusters=128, checked_heads=4):
 
 
 def markdown(rows):
-    heads = "kernel|what|L|rel. L2|cuDNN ms|kernel ms|TFLOP/s|over cuDNN|call ms|call over cuDNN|memory"
-    lines = [f"| {heads.replace('|', ' | ')} |", "|" + "---|" * 11]
+    heads = (
+        "kernel|what|L|rel. L2|cuDNN ms|kernel ms|TFLOP/s|over cuDNN|prepare ms|call ms|call over cuDNN"
+        "|memory over q + k + v|without the output"
+    )
+    lines = [f"| {heads.replace('|', ' | ')} |", "|" + "---|" * 13]
     for r in rows:
         lines.append(
             f"| `{r['kernel']}` | {r['what']} | {r['length']:,} | {r['error']:.4f} "
             f"| {r['cudnn_ms']:.1f} | {r['kernel_ms']:.1f} "
-            f"| {r['kernel_tflops']:.0f} | {r['kernel_ratio']:.2f} | {r['call_ms']:.1f} "
-            f"| {r['call_ratio']:.2f} | {r['extra_memory_share']:.2f} |"
+            f"| {r['kernel_tflops']:.0f} | {r['kernel_ratio']:.2f} | {r['prepare_ms']:.2f} "
+            f"| {r['call_ms']:.1f} | {r['call_ratio']:.2f} | {r['extra_memory_share']:.2f} "
+            f"| {r['own_memory_share']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -136,33 +154,98 @@ def markdown_grouping(rows):
     return "\n".join(lines)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kernels", nargs="*", default=["triton_int8_fp8"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 75600])
-    parser.add_argument("--heads", type=int, default=40)
-    parser.add_argument("--plain", action="store_true", help="also without means, as after the window")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows, groupings = [], []
+def bench_conditions(kernel, heads, length, rows, grouping, rounds):
+    """What the table asks of one kernel at one length beside its plain time, {condition: text}."""
+    q, k, v = inputs(heads, length)
+    found = {}
+    means, plain = (
+        next(r for r in rows if (r["kernel"], r["length"], r["what"]) == (kernel, length, what))
+        for what in (MEANS, PLAIN)
+    )
+    peer_ms = bench_peer(q, k, v, rounds)
+    if isinstance(peer_ms, float):
+        found[f"{PEER}, whole call"] = f"{peer_ms:.1f} ms, {plain['cudnn_ms'] / peer_ms:.2f} over cuDNN"
+    else:
+        found[PEER] = peer_ms
+    rq, rk = rising(q, k)
+    for base, config in ((means, VCConfig()), (plain, VCConfig(demean=False))):
+        row = bench_kernel(kernel, rq, rk, v, config, None, "rising", rounds)
+        found[f"row maxima rising, {base['what']}"] = (
+            f"{row['kernel_ms']:.1f} ms, {row['kernel_ms'] / base['kernel_ms'] - 1:+.1%}, "
+            f"{row['kernel_ratio']:.2f} over cuDNN, relative L2 {row['error']:.4f}"
+        )
+    del rq, rk
+    rope = rope_price(kernel, q, k, v, rounds)
+    found["preparation with rope"] = ", ".join(f"{name} {ms:.2f} ms" for name, ms in rope.items())
+    ms = {"cold": grouping["cold_ms"], "warm": grouping["warm_ms"]}
+    for name, row in (("means", means), ("plain", plain)):
+        ms |= {f"kernel, {name}": row["kernel_ms"], f"prepare, {name}": row["prepare_ms"]}
+    found["40 steps, from parts"] = f"{by_parts(ms):.4f} of the kernel ratio kept"
+    whole, kernels = whole_schedule(kernel, q, k, v)
+    found["40 steps, measured"] = (
+        f"{whole / 40:.2f} ms a call, {kernels / whole:.4f} of the kernel ratio kept"
+    )
+    return found
+
+
+def bench_lengths(options):
+    """Rows of the kernels, of the grouping and of the other conditions."""
+    rows, groupings, conditions = [], [], {}
     for length in options.lengths:
         q, k, v = inputs(options.heads, length)
         order = torch.rand(1, options.heads, length, device="cuda").argsort(-1).int()
         for kernel in options.kernels:
-            grouped = (VCConfig(), TokenGrouping(order, None), "means, order")
-            for config, grouping, label in [grouped] + [
-                (VCConfig(demean=False), None, "plain")
-            ] * options.plain:
-                rows.append(bench_kernel(kernel, q, k, v, config, grouping, label))
+            cases = [(VCConfig(), TokenGrouping(order, None), MEANS)]
+            cases += [(VCConfig(demean=False), None, PLAIN)] * options.plain
+            for config, grouping, label in cases:
+                rows.append(bench_kernel(kernel, q, k, v, config, grouping, label, options.rounds))
                 print(markdown(rows[-1:]).splitlines()[-1], flush=True)
         del q, k, v, order
         first = next(row for row in rows if row["length"] == length)
         groupings.append(bench_grouping(options.heads, length, first["kernel_ms"]))
+        if options.all:
+            conditions[length] = bench_conditions(
+                options.kernels[0], options.heads, length, rows, groupings[-1], options.rounds
+            )
+            print(markdown_conditions(conditions[length]), flush=True)
+    return rows, groupings, conditions
+
+
+def bench_64_channels(heads, length, rounds):
+    """The automatic kernel on heads of 64 channels."""
+    q, k, v = inputs(heads, length, channels=64)
+    kernel = choose_kernel(AttentionProblem.of(q, k, v)).kernel.name
+    return bench_kernel(kernel, q, k, v, VCConfig(), None, "means, 64 channels", rounds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernels", nargs="*")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 75600])
+    parser.add_argument("--heads", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--plain", action="store_true", help="also without means, as after the window")
+    parser.add_argument(
+        "--all", action="store_true", help="every condition; of the Hopper kernels if none is named"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.kernels = options.kernels or (HOPPER if options.all else ["triton_int8_fp8"])
+    options.plain |= options.all
+    rows, groupings, conditions = bench_lengths(options)
+    kinds = errors_by_kind(options.kernels) if options.all else {}
+    if options.all:
+        rows.append(bench_64_channels(options.heads, min(options.lengths), options.rounds))
     facts = environment()
     text = ", ".join(f"{name} {value}" for name, value in facts.items())
     print(f"\n{text}\n\n{markdown(rows)}\n\n{markdown_grouping(groupings)}")
+    for length, found in conditions.items():
+        print(f"\n`{options.kernels[0]}`, {length:,} tokens\n\n{markdown_conditions(found)}")
+    if kinds:
+        print(f"\n{markdown_kinds(kinds)}")
     if options.json:
-        options.json.write_text(json.dumps({**facts, "attention": rows, "grouping": groupings}, indent=1))
+        measured = {"attention": rows, "grouping": groupings, "conditions": conditions, "kinds": kinds}
+        options.json.write_text(json.dumps(facts | measured, indent=1))
 
 
 if __name__ == "__main__":
