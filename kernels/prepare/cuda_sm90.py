@@ -1,4 +1,7 @@
-"""Quantize one call for the Hopper kernels into shared-memory images (csrc/cuda_sm90.cu)."""
+"""Quantize one call into the shared-memory images of the CUDA C++ attention kernels (csrc/cuda_sm90.cu).
+
+Made for Hopper; the fragments of mma.sync are those of wgmma, so cuda_mma.py uses it on sm_80 and newer.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +24,24 @@ MEAN_TILES = 16
 CHUNK = 1024  # keys of one partial statistic
 INPUTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "float"}
 ROPE_LAYOUTS = {"": 0, "interleaved": 1, "half": 2}
-JOB = "PqqqPqqqPqqq PPqi PPP PPPP PPPPPP qq iiii IIII ff iii"  # struct Job
+JOB = "PqqqPqqqPqqq PPqi PPP PPPP PPPPPP qq iiii IIII fff iii"  # struct Job
 LARGEST_SCORE_LOG2 = float(1 << 17)  # octaves; past it a probability code could round out of its range
 
 
 @dataclass(frozen=True)
+class Target:
+    """What the attention kernels that share this preparation do not have in common."""
+
+    arch: str  # of the builds
+    value_top: float  # code of the largest |v| (F1), fp8 values only
+
+
+@dataclass(frozen=True)
 class HopperOperands:
-    """One attention call, quantized, as attend/csrc/frame.cuh loads it. Holds no floating-point q, k or v."""
+    """One attention call, quantized, as attend/csrc/frame.cuh and mma_frame.cuh load it.
+
+    Holds no floating-point q, k or v.
+    """
 
     recipe: Recipe
     shape: tuple[int, int, int, int]  # B, H, Lq, Lk
@@ -48,6 +62,15 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
     q, k, v: [.., 128], any strides with a contiguous last dimension; offsets are 64-bit.
     """
+    target = Target(ARCH, formats.V_FP8_MAX)
+    return quantize(
+        q, k, v, recipe, target,
+        order=order, key_count=key_count, softmax_scale=softmax_scale, rope=rope, want_lse=want_lse,
+    )  # fmt: skip
+
+
+def quantize(q, k, v, recipe: Recipe, target: Target, *, order, key_count, softmax_scale, rope, want_lse):
+    """prepare() for the cards and values of target."""
     q, k, v = boxed(q), boxed(k), boxed(v)
     (batch, heads, queries, _), keys = q.peek().shape, k.peek().shape[2]
     device, out_dtype, v_dtype = q.peek().device, q.peek().dtype, v.peek().dtype
@@ -65,7 +88,7 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     by_size = None if fp8_values else empty(keys, dtype=torch.int32)
     rope_fields, rope_tables = _rope_fields(rope)
     inputs = [*_rows(q.peek()), *_rows(k.peek()), *_rows(v.peek())]
-    passes = _Passes(recipe, q.peek(), k.peek(), v.peek(), rope is not None)
+    passes = _Passes(recipe, target.arch, q.peek(), k.peek(), v.peek(), rope is not None)
 
     def job(q_image=None, q_scale=None, k_image=None, v_image=None, means=None, lse_shift=None):
         return pack(
@@ -78,7 +101,7 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
             queries, keys,
             heads, tiles, blocks, chunks,
             *_sign_words(),
-            softmax_scale, largest_scales(recipe, softmax_scale),
+            softmax_scale, largest_scales(recipe, softmax_scale), target.value_top,
             int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
         )  # fmt: skip
 
@@ -108,12 +131,12 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 class _Passes:
     """The launches of one call; holds none of its tensors."""
 
-    def __init__(self, recipe, q, k, v, rope):
+    def __init__(self, recipe, arch, q, k, v, rope):
         self.recipe, self.all_heads = recipe, q.shape[0] * q.shape[1]
         # one decision for q and k: it says whether the mean of k is kept rotated
         tensor = recipe.rotate_qk and not rope and torch.float32 not in (q.dtype, k.dtype)
         self.of_q, self.of_k, self.of_v = (
-            load(recipe, x.dtype, q.device, rope, _is_wide(x), tensor) for x in (q, k, v)
+            load(recipe, arch, x.dtype, q.device, rope, _is_wide(x), tensor) for x in (q, k, v)
         )
         self.v_tile_bytes = formats.TILE * HEAD_DIM * v.element_size()
 
@@ -149,7 +172,7 @@ def largest_scales(recipe: Recipe, softmax_scale: float) -> float:
     return min(LARGEST_SCORE_LOG2 / unit, 3.0e38) if unit else 3.0e38
 
 
-def load(recipe, dtype, device, rope=False, wide=True, tensor_rotation=False):
+def load(recipe, arch, dtype, device, rope=False, wide=True, tensor_rotation=False):
     """The preparation kernels of a recipe for one input dtype."""
     qk, _, values = recipe.numerics.partition("_")
     switches = {
@@ -160,7 +183,7 @@ def load(recipe, dtype, device, rope=False, wide=True, tensor_rotation=False):
         "USE_WIDE": int(wide),
         "USE_TENSOR_ROTATION": int(tensor_rotation),
     }
-    return load_module(SOURCE, ARCH, device, tuple(f"{name}={value}" for name, value in switches.items()))
+    return load_module(SOURCE, arch, device, tuple(f"{name}={value}" for name, value in switches.items()))
 
 
 def _is_wide(x):

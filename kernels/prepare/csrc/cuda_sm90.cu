@@ -1,5 +1,5 @@
-// prepare() for sm_90a: q, k and v to the shared-memory images that attend/csrc/frame.cuh loads with bulk copies.
-// Host side: ../cuda_sm90.py. Must match ../reference.py.
+// prepare() for sm_80 and newer: q, k and v to the shared-memory images that attend/csrc/frame.cuh (with bulk copies)
+// and mma_frame.cuh load. Host side: ../cuda_sm90.py, ../cuda_mma.py. Must match ../reference.py.
 //
 // Where a key sits: key 32 a + 4 i + b of a tile (scale group a) is row 16 i + 8 (b / 2) + 2 a + b % 2 of the K
 // image, so that the accumulator columns of one lane are one scale group; and byte 16 i + 4 a + b of a channel's row
@@ -36,7 +36,8 @@ struct Job {
   int heads, tiles, blocks, chunks;
   u32 signs[4];
   float softmax_scale;
-  float largest;  // what the scales of a query and a key may multiply to
+  float largest;    // what the scales of a query and a key may multiply to
+  float value_top;  // code of the largest |v|; fp8 values only
   int rotate, smooth_k, demean;
 };
 static_assert(sizeof(Job) == 304, "JOB of ../cuda_sm90.py packs it");
@@ -123,7 +124,7 @@ extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
   }
 #endif
   if (job.smooth_k) job.k_mean[bh * HEAD_DIM + channel] = mean;
-  if (job.v_scale) job.v_scale[bh * HEAD_DIM + channel] = top > 0.f ? top / 224.f : 1.f;
+  if (job.v_scale) job.v_scale[bh * HEAD_DIM + channel] = top > 0.f ? top / job.value_top : 1.f;
 }
 
 // Rows g and g + 8 of a warp's 16: q's or k's tokens, k centred, rotated as the call says.
