@@ -218,13 +218,6 @@ def next_steps(torch, card: Card, failed: bool) -> list[str]:
     return steps
 
 
-def pack_version() -> str:
-    """From pyproject.toml, where it is kept."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^version = "(.+)"', text, re.MULTILINE)
-    return found[1] if found else "(no version in pyproject.toml)"
-
-
 def machine_lines(torch) -> tuple[list[str], list[Card]]:
     """What this machine has; and its cards, of each kind one."""
     from comfyui_vc_attention.kernels.attend.cuda_build import driver_version
@@ -339,6 +332,9 @@ def arguments_of(given: list[str]):
 
 def main(given: list[str]) -> None:
     chosen = arguments_of(given)
+    name_the_pack()
+    from comfyui_vc_attention.nodes.pack_version import pack_version
+
     print(f"VC-Attention {pack_version()}")
     try:
         import torch
@@ -348,7 +344,6 @@ def main(given: list[str]) -> None:
         )
         print(f"  {sys.executable}")
         return
-    name_the_pack()
     lines, cards = machine_lines(torch)
     if chosen.report:
         from comfyui_vc_attention.nodes.report_text import without_paths

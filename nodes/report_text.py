@@ -8,12 +8,11 @@ import torch
 
 from ..kernels import KERNELS
 from ..kernels.device_record import record_of
+from .pack_version import pack_version
 from .run_record import GROUPING, USUAL
 from .run_report import RunReport
 
 WORST_BLOCKS = 5
-
-PACK_ROOT = Path(__file__).resolve().parents[1]
 
 # everything of a path up to its last separator; Windows folder names may hold spaces
 WINDOWS_PATH = r"[A-Za-z]:[\\/][^\"'\n|<>*?]*[\\/]"
@@ -24,13 +23,6 @@ def without_paths(text: str) -> str:
     """The text with every path cut down to its last part. Module names of ComfyUI packs are paths, too."""
     text = text.replace(str(Path.home()), "~")
     return re.sub(POSIX_PATH, "", re.sub(WINDOWS_PATH, "", text))
-
-
-def pack_version() -> str:
-    """The version that pyproject.toml states, its only place."""
-    metadata = (PACK_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^version = "([^"]+)"', metadata, re.MULTILINE)
-    return found[1] if found else "unknown"
 
 
 def comfyui_version() -> str:

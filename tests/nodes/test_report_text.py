@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, device_record
+from comfyui_vc_attention.nodes.pack_version import pack_version
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
-from comfyui_vc_attention.nodes.report_text import pack_version, report_text, without_paths
+from comfyui_vc_attention.nodes.report_text import report_text, without_paths
 from comfyui_vc_attention.nodes.run_report import RunReport
 
 
@@ -38,10 +39,6 @@ def test_report_tells_machine_calls_times_energy_and_settings(report):
 
 def test_two_runs_share_one_machine_line(report):
     assert report_text([report, report]).count("torch ") == 1
-
-
-def test_version_is_that_of_the_metadata(pack_root):
-    assert f'version = "{pack_version()}"' in (pack_root / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_bypassed_patch_changes_nothing_and_says_nothing(answers):
 
 def test_without_a_kernel_the_node_warns_with_the_reason(answers):
     box = answers["not_active"]["boxes"][0]
-    assert box["level"] == "warning" and "not active" in box["line"] and "NVIDIA GPUs" in box["line"]
+    assert box["level"] == "warning" and "not active" in box["line"] and "needs an NVIDIA GPU" in box["line"]
     assert len(box["line"]) < 200
 
 
