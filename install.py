@@ -1,7 +1,8 @@
 """What ComfyUI-Manager runs after installing the pack, with ComfyUI's Python; also by hand:
 
-    python install.py                          build, test and time every kernel that can run here, once
+    python install.py                          build, test and time what the node takes on this card, once
     python install.py --retest                 the same, also what was tested before
+    python install.py --all                    every kernel that can run here, also those taken by name only
     python install.py --report                 what is known here, to be shared: without names and paths
     python install.py --dry-run --arch sm_120  what such a card would get, compiled but not run
 
@@ -128,32 +129,40 @@ def kernel_rows(torch, card: Card) -> tuple[list[tuple[str, str]], str]:
     return rows, automatic.name if automatic else ""
 
 
-def try_kernels(torch, card: Card, retest: bool) -> list[str]:
-    """Build, test and time what can run on the card and was not tried there yet; what went wrong, as lines.
+def try_kernels(torch, card: Card, everything: bool, retest: bool) -> tuple[list[str], float, float]:
+    """Build, test and time what was not tried on the card yet; what went wrong, and seconds of both.
 
     Prints each kernel's name before its first launch: whatever happens then, the last line says where.
     """
     from comfyui_vc_attention.kernels import KERNELS
-    from comfyui_vc_attention.kernels.benchmark import config_for
-    from comfyui_vc_attention.kernels.registry import match
-    from comfyui_vc_attention.kernels.validation import UNTESTED, ContextLost, card_record, validate
+    from comfyui_vc_attention.kernels.validation import (
+        UNTESTED,
+        ContextLost,
+        card_record,
+        validate,
+        yet_to_try,
+    )
 
-    device, lines = torch.device("cuda", card.index), []
+    device, lines, building, testing = torch.device("cuda", card.index), [], 0.0, 0.0
     record = card_record(device)
-    for spec in KERNELS[:-1]:  # the last is the reference
-        if match(spec, problem_on(torch, card, config_for(spec))).kernel is None:
-            continue
-        if retest:
-            record.forget(spec.name)
-        if record.entry(spec.name) is None:
-            print(f"  trying {spec.name} on {card.name} ...", flush=True)
+    names = [spec.name for spec in KERNELS]
+    also = names if everything else []
+    if retest:
+        also = also or record.entries(names)
+        for name in names:
+            record.forget(name)
+    for spec in yet_to_try(problem_on(torch, card), also):
+        print(f"  trying {spec.name} on {card.name} ...", end="", flush=True)
         try:
             entry = validate(spec, device)
         except ContextLost as error:
-            return [*lines, f"  {error}. To go on: {this_command()}"]
+            print()
+            return [*lines, f"  {error}. To go on: {this_command()}"], building, testing
+        print(f" {entry.outcome}", flush=True)
+        building, testing = building + entry.build_seconds, testing + entry.seconds - entry.build_seconds
         if entry.state == UNTESTED:
             lines.append(f"  {spec.name}: {entry.reason}. Close other programs, then: {this_command()}")
-    return lines
+    return lines, building, testing
 
 
 def this_python() -> str:
@@ -243,6 +252,8 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
     rows, automatic = kernel_rows(torch, card)
     entries = {name: known(problem_on(torch, card), name) for name, _ in rows}
     failed = any(entry is not None and entry.why_not for entry in entries.values())
+    untested = "not tested: the node takes it by name only, --all tests it" if any(entries.values()) else ""
+    untested = (untested or "not tested yet") + (EXPERIMENTAL if card.capability in UNSEEN else "")
     lines = ["", f"Kernels on {card}:" if card.device_type != "cpu" else "Kernels without a GPU:"]
     width = max(len(name) for name, _ in rows)
     for name, reason in rows:
@@ -252,25 +263,15 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
         elif name == "reference":
             verdict = "yes  slowly: for tests"
         else:
-            untested = "not tested yet" + (EXPERIMENTAL if card.capability in UNSEEN else "")
             verdict = f"yes  {entry.summary if entry else untested}"
         lines.append(f"  {name:{width}}  {verdict}")
         if details and entry:
-            lines += [f"  {'':{width}}  - {text}" for text in (*entry.checks, *speeds(entry))]
+            lines += [f"  {'':{width}}  - {text}" for text in (*entry.checks, *entry.speeds)]
     if automatic:
         lines.append(f"The node's auto takes {automatic}.")
     else:
         lines.append("The node loads and leaves every model as it is: no fast kernel can run here.")
     return lines + ([] if details else next_steps(torch, card, failed))
-
-
-def speeds(entry) -> list[str]:
-    """One line for each length."""
-    return [
-        f"{s.tokens:,} tokens: {s.ours:.3f} ms, PyTorch {s.pytorch:.3f} ms"
-        + (f", comfy-kitchen INT8 {s.comfy_kitchen:.3f} ms" if s.comfy_kitchen else "")
-        for s in entry.speeds
-    ]
 
 
 def card_of_arch(text: str) -> Card:
@@ -287,7 +288,7 @@ def dry_run_lines(torch, card: Card) -> list[str]:
     lines, width = ["", f"Kernels that {card} would get, compiled here:"], max(len(name) for name, _ in rows)
     for name, reason in rows:
         if name != "reference":
-            verdict = f"no   {reason}" if reason else compiled(name, card.capability)
+            verdict = f"no   {reason}" if reason else cost(name, card.capability)
             if not reason and card.capability in UNSEEN:
                 verdict += EXPERIMENTAL
             lines.append(f"  {name:{width}}  {verdict}")
@@ -295,28 +296,18 @@ def dry_run_lines(torch, card: Card) -> list[str]:
     return lines
 
 
-def compiled(kernel: str, capability: tuple[int, int]) -> str:
-    """Compile all of a kernel: what it costs, or what the compiler says."""
-    from comfyui_vc_attention.kernels import cuda_builds, triton_builds
-    from comfyui_vc_attention.kernels.attend.cuda_build import compile_cubin, why_no_build
-    from comfyui_vc_attention.kernels.cubin import resources
+def cost(kernel: str, capability: tuple[int, int]) -> str:
+    """ "yes" and what the kernel costs on such a card, or "no" and what the compiler says."""
+    from comfyui_vc_attention.kernels.dry_run import compiled
 
-    begin, cubins = time.perf_counter(), []
+    begin = time.perf_counter()
     try:
-        # Triton's rows, too, are grouped in CUDA where NVRTC is there
-        for build in [] if why_no_build() else cuda_builds.builds(capability, kernel):
-            cubins.append(compile_cubin(build.source, build.arch, build.defines)[0])
-        if kernel.startswith("triton"):
-            arch = 10 * capability[0] + capability[1]
-            for build in triton_builds.builds(arch, kernel):
-                cubins.append(triton_builds.compile_build(build, arch).asm["cubin"])
+        used = compiled(kernel, capability)
     except Exception as error:  # each compiler has its own
         return f"no   does not compile: {str(error).strip().splitlines()[0]}"
-    used = [found for cubin in cubins for found in resources(cubin).values()]
     registers, stack = max(one.registers for one in used), max(one.stack_bytes for one in used)
-    seconds = time.perf_counter() - begin
-    cost = f"up to {registers} registers and {stack} bytes of stack"
-    return f"yes  {len(cubins)} builds, {cost}, {seconds:.1f} s"
+    most = f"up to {registers} registers and {stack} bytes of stack"
+    return f"yes  {len(used)} functions, {most}, {time.perf_counter() - begin:.1f} s"
 
 
 def arguments_of(given: list[str]):
@@ -324,6 +315,7 @@ def arguments_of(given: list[str]):
         prog="install.py", description="Builds and tests the kernels of this pack."
     )
     parser.add_argument("--retest", action="store_true", help="also what was tested before")
+    parser.add_argument("--all", action="store_true", help="also kernels that the node takes by name only")
     parser.add_argument("--report", action="store_true", help="print what is known, without names and paths")
     parser.add_argument("--dry-run", action="store_true", help="compile and run nothing")
     parser.add_argument("--arch", type=card_of_arch, help="with --dry-run: for such a card, e.g. sm_120")
@@ -331,7 +323,7 @@ def arguments_of(given: list[str]):
 
 
 def main(given: list[str]) -> None:
-    chosen = arguments_of(given)
+    chosen, begin = arguments_of(given), time.perf_counter()
     name_the_pack()
     from comfyui_vc_attention.nodes.pack_version import pack_version
 
@@ -345,6 +337,7 @@ def main(given: list[str]) -> None:
         print(f"  {sys.executable}")
         return
     lines, cards = machine_lines(torch)
+    ready = time.perf_counter()
     if chosen.report:
         from comfyui_vc_attention.nodes.report_text import without_paths
 
@@ -359,9 +352,18 @@ def main(given: list[str]) -> None:
         if not targets:
             print(f"No NVIDIA card is here; to compile for one: {this_command('--dry-run --arch sm_120')}")
         return
+    building = testing = 0.0
     for card in cards:
-        troubles = try_kernels(torch, card, chosen.retest) if card.device_type == "cuda" else []
+        troubles = []
+        if card.device_type == "cuda":
+            troubles, built, tested = try_kernels(torch, card, chosen.all, chosen.retest)
+            building, testing = building + built, testing + tested
         print("\n".join([*troubles, *kernel_lines(torch, card)]))
+    seconds = time.perf_counter() - begin
+    print(
+        f"This took {seconds:.1f} s: {ready - begin:.1f} s until torch and the cards were there, "
+        f"{building:.1f} s building, {testing:.1f} s testing and timing."
+    )
 
 
 if __name__ == "__main__":

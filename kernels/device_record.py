@@ -42,6 +42,10 @@ class Speed:
     pytorch: float
     comfy_kitchen: float | None = None
 
+    def __str__(self):
+        text = f"{self.tokens:,} tokens: {self.ours:.3f} ms, PyTorch {self.pytorch:.3f} ms"
+        return text + (f", comfy-kitchen INT8 {self.comfy_kitchen:.3f} ms" if self.comfy_kitchen else "")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -69,6 +73,16 @@ class Entry:
             ratio = longest.pytorch / longest.ours
             return f"slower than PyTorch's attention on this card ({ratio:.2f}x at {longest.tokens:,} tokens)"
         return self.why_not
+
+    @property
+    def outcome(self) -> str:
+        """What a first try came to, in a few words."""
+        if self.state != PASSED:
+            return f"{self.state}: {self.reason}"
+        testing = f"tested and timed in {self.seconds - self.build_seconds:.1f} s"
+        if self.kernel.startswith("triton"):
+            return f"passed: {testing}, compiling included"
+        return f"passed: built in {self.build_seconds:.1f} s, {testing}"
 
     @property
     def summary(self) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from .attend.cuda_build import jobs
+
 BULK_FROM = 90  # bulk copies; older cards load through pointers
 FP8_FROM = 89  # older cards have no E4M3: the registry offers them triton_int8_int8 only
 KERNELS = ("triton_int8_fp8", "triton_fp8_fp8", "triton_int8_int8")
@@ -66,6 +68,13 @@ def builds(arch: int, kernel: str | None = None) -> list[TritonBuild]:
     )
     offered = {kernel} if kernel else offered_to(arch)
     return [row for row in rows if offered & set(row.kernels)]
+
+
+def threads() -> int:
+    """How many kernels may compile at once; Triton is made for threads since it has a mode for them."""
+    import triton
+
+    return jobs() if hasattr(triton, "AsyncCompileMode") else 1
 
 
 def offered_to(arch: int) -> set[str]:

@@ -1,19 +1,21 @@
 """Try a kernel on a card: build it, test it, time it, and keep the outcome (device_record.py)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import torch
 
-from .attend.cuda_build import compile_ahead, jobs
+from . import triton_builds
+from .attend.cuda_build import compile_ahead
 from .benchmark import Shape, config_for, make_inputs, median_ms
 from .benchmark_peers import PEERS
+from .config import VCConfig
 from .cuda_builds import builds
-from .device_record import FAILED, PASSED, CardRecord, Entry, Speed, record_of
+from .device_record import FAILED, PASSED, CardRecord, Entry, Speed, known, record_of
 from .dispatch import on_device
 from .operands import AttentionProblem
-from .registry import KernelSpec, match
+from .registry import KERNELS, KernelSpec, choose_kernel, match
 from .selftest import CASES, Case, refusal, self_test, steps_of
 from .testing import ERROR_LIMITS, relative_l2
 
@@ -22,6 +24,14 @@ TIMED_TOKENS = (2048, 4096, 8192, 16384, 32768)
 TIMED_HEADS = 12  # of Wan 1.3B, the smallest model: more heads favour the quantized kernel
 TIMED_SECONDS = 0.05  # for each number, after a first call
 TENSORS = 10  # bytes that timing needs, in tensors like q
+# what the node's settings can mean to "auto"
+NODE_CONFIGS = (
+    VCConfig(),
+    VCConfig(value_format="int8"),
+    VCConfig(expcast="on"),
+    VCConfig(expcast="off", value_format="fp8"),
+    VCConfig("4-bit"),
+)
 
 
 class ContextLost(RuntimeError):
@@ -62,20 +72,32 @@ def validate(
     return entry
 
 
+def yet_to_try(problem: AttentionProblem, also: Collection[str] = ()) -> Iterator[KernelSpec]:
+    """Untried rows on the card of problem, best first: what the node's auto would take, by any setting.
+
+    A row that fails is followed by the next one that auto would take then: each must be tried before the next
+    is asked for. also: names of more rows, of which those are taken that run there.
+    """
+    asked = set()
+    for config in NODE_CONFIGS:
+        asked_for = replace(problem, config=config)
+        while (spec := choose_kernel(asked_for, untested=True).kernel) and spec.name not in asked:
+            if known(problem, spec.name) is None:
+                yield spec
+            asked.add(spec.name)
+    for spec in KERNELS:
+        new = (
+            spec.name in also and spec.name not in {*asked, "reference"} and known(problem, spec.name) is None
+        )
+        if new and match(spec, replace(problem, config=config_for(spec))).kernel:
+            yield spec
+
+
 def build_ahead(spec: KernelSpec, device: torch.device, advance: Callable[[], None] = lambda: None) -> None:
     """Compile what the self-test will load, several sources at a time; Triton compiles when it launches."""
     if device.type == "cuda" and torch.version.hip is None:
         found = builds(torch.cuda.get_device_capability(device), spec.name)
         compile_ahead([(build.source, build.arch, build.defines) for build in found], advance)
-
-
-def threads_for(spec: KernelSpec) -> int:
-    """How many cases of a self-test may run at once: it helps where they compile, outside of Python's lock."""
-    if not spec.name.startswith("triton"):
-        return 1
-    import triton
-
-    return jobs() if hasattr(triton, "AsyncCompileMode") else 1  # older ones were not made for threads
 
 
 def steps(cases: tuple[Case, ...] = CASES, lengths: tuple[int, ...] = TIMED_TOKENS) -> int:
@@ -99,7 +121,8 @@ def _tried(spec, device, record, advance, waiting, cases, lengths) -> Entry:
     try:
         build_ahead(spec, device, lambda: or_cancel(waiting))
         built = time.perf_counter()
-        checks = self_test(spec, device, cases, advance_or_cancel, threads_for(spec))
+        threads = triton_builds.threads() if spec.name.startswith("triton") else 1
+        checks = self_test(spec, device, cases, advance_or_cancel, threads)
         texts, wrong = [str(check) for check in checks], refusal(checks)
         if wrong:
             return Entry(spec.name, FAILED, f"failed its self-test on this card ({wrong})", texts)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -259,10 +260,30 @@ def test_report_holds_every_check_and_no_path(install, kept, monkeypatch, capsys
     assert "jane" not in out and str(Path.home()) not in out and sys.executable not in out
 
 
+def set_rows(monkeypatch, *names):
+    from comfyui_vc_attention.kernels import registry, validation
+
+    rows = [replace(registry.kernel_named(name), load=None) for name in names]
+    for module in (registry, validation):
+        monkeypatch.setattr(module, "KERNELS", rows)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.KERNELS", rows)
+
+
+@pytest.fixture
+def two_kernels(one_kernel, monkeypatch):
+    """One kernel that auto takes by some setting, and one that it does not."""
+    from comfyui_vc_attention.kernels import registry
+
+    set_rows(monkeypatch, "triton_int8_int8", "reference")
+    by_name = replace(registry.KERNELS[0], name="triton_fp8_fp8", automatic=lambda problem: False)
+    registry.KERNELS.insert(1, by_name)
+    return one_kernel
+
+
 @pytest.fixture
 def one_kernel(install, kept, monkeypatch):
     """A machine with one CUDA card and two kernels, of which validate says what the test sets."""
-    from comfyui_vc_attention.kernels import registry, validation
+    from comfyui_vc_attention.kernels import validation
 
     def kept_or_passed(spec, device):
         known = kept.entry(spec.name)
@@ -271,9 +292,7 @@ def one_kernel(install, kept, monkeypatch):
         return kept.entry(spec.name)
 
     state = SimpleNamespace(validate=kept_or_passed)
-    rows = [replace(registry.kernel_named(name), load=None) for name in ("triton_int8_int8", "reference")]
-    monkeypatch.setattr(registry, "KERNELS", rows)
-    monkeypatch.setattr("comfyui_vc_attention.kernels.KERNELS", rows)
+    set_rows(monkeypatch, "triton_int8_int8", "reference")
     monkeypatch.setattr(validation, "card_record", lambda device: kept)
     monkeypatch.setattr(validation, "validate", lambda spec, device: state.validate(spec, device))
     monkeypatch.setattr(
@@ -289,6 +308,32 @@ def test_equal_cards_are_tried_once_and_the_second_run_tries_nothing(install, on
     assert "auto takes triton_int8_int8" in first and "gpu 1" in first
     install.main([])
     assert "trying" not in capsys.readouterr().out
+
+
+def test_a_line_for_each_kernel_and_the_time_of_all(install, one_kernel, kept, capsys):
+    def passed(spec, device):
+        kept.save(entry(spec.name, seconds=4.5, build_seconds=2.0))
+        return kept.entry(spec.name)
+
+    one_kernel.validate = passed
+    install.main([])
+    out = capsys.readouterr().out
+    assert "trying triton_int8_int8 on NVIDIA GeForce RTX 4090 ... passed: tested and timed in 2.5 s" in out
+    assert re.search(r"This took [\d.]+ s: .* 2\.0 s building, 2\.5 s testing and timing\.\n$", out)
+    install.main([])
+    assert "0.0 s building, 0.0 s testing and timing." in capsys.readouterr().out
+
+
+def test_a_kernel_that_auto_never_takes_is_tried_only_with_all(install, two_kernels, capsys):
+    install.main([])
+    out = capsys.readouterr().out
+    assert out.count("trying ") == 1 and "trying triton_int8_int8" in out
+    assert "taken by name only" not in out and "takes it by name only, --all tests it" in out
+    install.main(["--all"])
+    out = capsys.readouterr().out
+    assert out.count("trying ") == 1 and "trying triton_fp8_fp8" in out
+    install.main(["--retest"])
+    assert capsys.readouterr().out.count("trying ") == 2
 
 
 def test_retest_forgets_what_was_known(install, one_kernel, kept, capsys):
@@ -406,11 +451,10 @@ def test_dry_run_on_an_unknown_card_says_why_not(install, monkeypatch):
 
 
 def test_what_does_not_compile_is_said(install, monkeypatch):
-    from comfyui_vc_attention.kernels import cuda_builds
+    from comfyui_vc_attention.kernels import dry_run
 
-    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: None)
-    monkeypatch.setattr(cuda_builds, "builds", lambda *a: 1 / 0)
-    assert install.compiled("cuda_x", (9, 0)) == "no   does not compile: division by zero"
+    monkeypatch.setattr(dry_run, "compiled", lambda *a: 1 / 0)
+    assert install.cost("cuda_x", (9, 0)) == "no   does not compile: division by zero"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_vc_attention.kernels import device_record, validation
+from comfyui_vc_attention.kernels import AttentionProblem, device_record, registry, validation
+from comfyui_vc_attention.kernels.benchmark_peers import PEERS
 from comfyui_vc_attention.kernels.device_record import CRASHED, FAILED, PASSED, Speed
 from comfyui_vc_attention.kernels.registry import KernelSpec, Stages, kernel_named
 from comfyui_vc_attention.kernels.selftest import Case
@@ -87,7 +88,8 @@ DIES = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import conftest
-from comfyui_vc_attention.kernels import device_record, validation
+from comfyui_vc_attention.kernels import AttentionProblem, device_record, registry, validation
+from comfyui_vc_attention.kernels.benchmark_peers import PEERS
 from comfyui_vc_attention.kernels.registry import KernelSpec, Stages, kernel_named
 from pathlib import Path
 device_record.cache_folder = lambda: Path({cache!r})
@@ -145,6 +147,86 @@ def test_steps_do_not_pass_the_promise():
 
 class Cancelled(Exception):
     """What a host raises when its user cancels."""
+
+
+def test_cancelling_while_building_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(validation, "build_ahead", lambda spec, device, advance: advance())
+    with pytest.raises(Cancelled):
+        try_it(kernel(), waiting=raising_now)
+    assert not list(card_record(CPU).folder.glob("*"))
+
+
+def test_what_is_built_ahead_is_what_the_card_needs_for_this_kernel(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(validation, "compile_ahead", lambda wanted, advance: asked.extend(wanted))
+    validation.build_ahead(kernel_named("cuda_int8_int8_sm90"), torch.device("cuda", 0))
+    names = {source.name for source, _, _ in asked}
+    assert names == {"cuda_int8_int8_sm90.cu", "cuda_kmeans.cu", "cuda_sm90.cu"}
+
+
+def test_comfy_kitchen_is_timed_where_it_runs(monkeypatch):
+    kitchen = next(peer for peer in PEERS if peer.name.startswith("comfy-kitchen"))
+    there = replace(kitchen, attend=PEERS[0].attend, why_not=lambda q: None)
+    monkeypatch.setattr(validation, "PEERS", (PEERS[0], there))
+    entry = try_it(kernel())
+    assert entry.speeds[0].comfy_kitchen > 0 and "comfy-kitchen INT8" in str(entry.speeds[0])
+    monkeypatch.setattr(validation, "PEERS", (PEERS[0], kitchen))
+    assert try_it(kernel(name="other")).speeds[0].comfy_kitchen is None
+
+
+# what is tried, and in which order
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Four rows: the fast recipe twice, the faithful one, and one that only its name reaches."""
+    fast = replace(kernel(name="fast"), numerics=("int8_fp8",))
+    by_name = replace(kernel(name="by_name"), automatic=lambda problem: False)
+    made = (fast, replace(fast, name="next"), kernel(name="faithful"), by_name, kernel_named("reference"))
+    monkeypatch.setattr(registry, "KERNELS", made)
+    monkeypatch.setattr(validation, "KERNELS", made)
+    return made
+
+
+HOPPER = AttentionProblem(
+    q_shape=(1, 1, 8192, 128),
+    k_shape=(1, 1, 8192, 128),
+    dtypes=(torch.bfloat16,) * 3,
+    last_strides=(1, 1, 1),
+    device_type="cuda",
+    capability=(9, 0),
+    device_name="H200",
+)
+
+
+def tried(problem, also=(), outcomes=None):
+    """Names in their order, where a kernel's outcome is passed unless told otherwise."""
+    names = []
+    for spec in validation.yet_to_try(problem, also):
+        names.append(spec.name)
+        state = (outcomes or {}).get(spec.name, PASSED)
+        if state != UNTESTED:
+            device_record.record_of("H200", (9, 0)).save(device_record.Entry(spec.name, state, "because"))
+    return names
+
+
+def test_what_auto_takes_by_any_setting_is_tried_first_choice_first(rows):
+    assert tried(HOPPER) == ["fast", "faithful"]
+    assert tried(HOPPER) == []
+
+
+def test_a_kernel_that_fails_is_followed_by_the_next_that_auto_takes(rows):
+    assert tried(HOPPER, outcomes={"fast": FAILED}) == ["fast", "next", "faithful"]
+
+
+def test_too_little_memory_does_not_try_for_ever(rows):
+    assert tried(HOPPER, outcomes={"fast": UNTESTED}) == ["fast", "faithful"]
+
+
+def test_more_rows_are_tried_by_name(rows):
+    names = [spec.name for spec in rows]
+    assert tried(HOPPER, names) == ["fast", "faithful", "next", "by_name"]
 
 
 def test_a_user_who_cancels_leaves_nothing_behind():

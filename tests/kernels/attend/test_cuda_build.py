@@ -1,6 +1,7 @@
 """Building CUDA sources without a GPU: what the compiler says of them, and what the disk cache survives."""
 
 import threading
+import time
 
 import pytest
 from comfyui_vc_attention.kernels.attend import cuda_build
@@ -71,6 +72,48 @@ def test_writers_at_once_leave_one_whole_entry(source, cache):
         thread.join()
     assert len(set(results)) == 1 and len(results) == 4
     assert [path.suffix for path in cache.iterdir()] == [".cubin"]
+
+
+@needs_nvrtc
+def test_what_is_compiled_ahead_is_read_later(source, cache, compilations):
+    wanted = [(source, "sm_90a", (f"VALUE={i}",)) for i in range(3)]
+    seen = []
+    cuda_build.compile_ahead(
+        [*wanted, (source, "sm_90a", ())], lambda: seen.append(1)
+    )  # the last has no VALUE
+    assert len(seen) == len(compilations) == 4 and len(list(cache.iterdir())) == 3
+    assert all(cuda_build.cached_cubin(*one) for one in wanted) and len(compilations) == 4
+
+
+@needs_nvrtc
+def test_whoever_cancels_leaves_no_compiler_running(monkeypatch, source):
+    started, ended = [], []
+
+    def build(*one):
+        started.append(one)
+        time.sleep(0.05)
+        ended.append(one)
+
+    def cancel():
+        raise KeyError
+
+    monkeypatch.setattr(cuda_build, "cached_cubin", build)
+    with pytest.raises(KeyError):
+        cuda_build.compile_ahead([(source, "sm_90a", (f"V={i}",)) for i in range(50)], cancel)
+    assert sorted(started) == sorted(ended) and len(started) < 50
+
+
+def test_i09_no_more_compilers_than_cores(monkeypatch):
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    for cores, expected in ((None, 1), (1, 1), (4, 4), (128, cuda_build.MOST_JOBS)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert cuda_build.jobs() == expected
+
+
+def test_without_nvrtc_nothing_is_compiled_ahead(monkeypatch, source):
+    monkeypatch.setattr(cuda_build, "why_no_build", lambda: "no NVRTC found")
+    monkeypatch.setattr(cuda_build, "cached_cubin", lambda *one: pytest.fail("there is no compiler"))
+    cuda_build.compile_ahead([(source, "sm_90a", ())])
 
 
 @needs_nvrtc
