@@ -23,7 +23,8 @@ class VCConfig:
     clusters: value groups per head, 1 to 256; few keys get fewer (clusters_for).
     demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6).
     rotate_qk: Hadamard rotation of q and k; None means on at 8 bits and off at 4 bits.
-    smooth_k: subtract the key channel mean, which the softmax does not see.
+    smooth_k: subtract the key channel mean, which the softmax does not see; at 4 bits also quantize queries
+        without the mean of their block of 128 rows, whose scores are added exactly (N3).
     """
 
     precision: str = "8-bit"
@@ -69,6 +70,7 @@ class Recipe:
     """One row of the numerics (kernels/README.md), with every switch resolved.
 
     numerics: "int8_int8", "int8_fp8", "fp8_fp8" (QK format, then PV format) or "nvfp4".
+    smooth_q: queries without their block's mean (N3); nvfp4 only.
     """
 
     numerics: str
@@ -76,6 +78,7 @@ class Recipe:
     demean: bool = True
     rotate_qk: bool = True
     smooth_k: bool = True
+    smooth_q: bool = False
 
     @property
     def value_format(self) -> str:
@@ -109,5 +112,6 @@ def resolve_recipe(
             expcast = value_format == "fp8" and (
                 config.expcast == "on" or (config.expcast == "auto" and fast_card)
             )
-            return Recipe(name, expcast, config.demean, rotate, config.smooth_k)
+            smooth_q = name == "nvfp4" and config.smooth_k
+            return Recipe(name, expcast, config.demean, rotate, config.smooth_k, smooth_q)
     return None

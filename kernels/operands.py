@@ -43,7 +43,7 @@ class TokenGrouping:
 class VCOperands:
     """One attention call, quantized; the layout of the reference. Keys and values are in tile order.
 
-    Every ``*_scale`` multiplies: value = code * scale. Holds no floating-point q, k or v.
+    Every ``*_scale`` multiplies: value = code * scale. Holds no floating-point q or v.
     Formats by recipe: int8 codes are int8, fp8 codes float8_e4m3fn, nvfp4 codes packed uint8 (N5).
     """
 
@@ -60,6 +60,8 @@ class VCOperands:
     lse_shift: torch.Tensor | None  # fp32 [B, H, Lq]: softmax scale * (q . mean of k); None: no lse wanted
     out_dtype: torch.dtype
     global_scale: tuple[torch.Tensor, ...] = ()  # nvfp4: fp32 [B, H] of q, k, v
+    q_means: torch.Tensor | None = None  # [B, H, ceil(Lq / 128), D]; None: queries not smoothed (N3)
+    k_centred: torch.Tensor | None = None  # k' as it was, [B, H, Lk, D] in tile order; as q_means
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,10 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         lse_shift = softmax_scale * (q @ k_mean.transpose(-1, -2))[..., 0] * float(recipe.smooth_k)
     if recipe.smooth_k:
         k = existing(k - k_mean, key_count)
+    q_means = k_centred = None
+    if recipe.smooth_q:
+        q_means, k_centred = tile_means(q), k
+        q = residuals(q, q_means)
     if recipe.rotate_qk:
         q, k = rotate(q), rotate(k)
     means = tile_means(v, key_count) if recipe.demean else None
@@ -45,6 +49,8 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         key_count=key_count,
         lse_shift=lse_shift,
         out_dtype=out_dtype,
+        q_means=q_means,
+        k_centred=k_centred,
         **scaled,
     )
 
@@ -102,7 +108,7 @@ def in_tiles(x, size=TILE):
 
 
 def tile_means(v, key_count=None):
-    """Mean of each tile's existing values, [B, H, T, D] (Eq. 4)."""
+    """Mean of each 128 existing rows, [B, H, T, D] (Eq. 4)."""
     counts = in_tiles(exists_mask(v.shape[2], key_count, v.device).to(v.dtype)).sum(3)
     return in_tiles(v).sum(3) / counts.clamp_min(1)
 

@@ -43,7 +43,8 @@ def test_a_kernel_chosen_by_name_does_not_override_an_explicit_choice():
 
 
 def test_4_bit_does_not_rotate_unless_asked():
-    assert resolve_recipe(VCConfig("4-bit"), ALL, OTHER, False) == Recipe("nvfp4", rotate_qk=False)
+    recipe = resolve_recipe(VCConfig("4-bit"), ALL, OTHER, False)
+    assert recipe == Recipe("nvfp4", rotate_qk=False, smooth_q=True)
     assert resolve_recipe(VCConfig("4-bit", rotate_qk=True), ALL, OTHER, False).rotate_qk
     assert not resolve_recipe(VCConfig(rotate_qk=False), ALL, OTHER, False).rotate_qk
 
@@ -68,7 +69,17 @@ def test_combinations_without_a_recipe(choices, message):
 
 @pytest.mark.parametrize(
     ("keys", "clusters"),
-    [(1, 1), (128, 1), (256, 1), (384, 2), (1440, 8), (7800, 32), (24_576, 128), (24_448, 64), (400_000, 128)],
+    [
+        (1, 1),
+        (128, 1),
+        (256, 1),
+        (384, 2),
+        (1440, 8),
+        (7800, 32),
+        (24_576, 128),
+        (24_448, 64),
+        (400_000, 128),
+    ],
 )
 def test_few_keys_get_few_clusters(keys, clusters):
     assert VCConfig().clusters_for(keys) == clusters

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
-from comfyui_vc_attention.kernels.attend.reference import OnlineSoftmax, attend
+from comfyui_vc_attention.kernels.attend.reference import OnlineSoftmax, attend, scores
 from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.formats import LOG2E
 from comfyui_vc_attention.kernels.prepare.reference import prepare, residuals, tile_means
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
@@ -187,3 +188,30 @@ def test_rotation_helps_outlier_channels_of_k():
 def test_absent_lse_is_none():
     q, k, v = sample_qkv(shape=(1, 1, 8, 64))
     assert attend(prepare(q, k, v, RECIPES["int8_int8"], softmax_scale=0.125))[1] is None
+
+
+@pytest.mark.parametrize("queries", [1, 130, 300])
+def test_smoothed_queries_keep_what_their_block_shares(queries):
+    """N3: a mean that many times outweighs what tells queries apart costs their codes nothing."""
+    q, k, v = sample_qkv("clustered", (1, 2, queries, 128), keys=400, dtype=torch.float32)
+    exact, exact_lse = exact_attention(q + 3.0, k, v)
+    errors = []
+    for smooth_q in (True, False):
+        recipe = Recipe("nvfp4", rotate_qk=False, smooth_q=smooth_q)
+        out, lse = attend(prepare(q + 3.0, k, v, recipe, softmax_scale=128**-0.5, want_lse=True))
+        errors.append(relative_l2(out, exact))
+        if smooth_q:
+            assert (lse - exact_lse).abs().mean() < 0.1
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_smoothed_queries_change_no_exact_score():
+    q, k, v = (t.double() for t in sample_qkv("clustered", (1, 2, 200, 128), keys=300))
+    recipe = Recipe("nvfp4", rotate_qk=True, smooth_q=True)
+    operands = prepare(q, k, v, recipe, softmax_scale=1.0)
+    centred = k - k.mean(2, keepdim=True)
+    torch.testing.assert_close(operands.k_centred, centred)
+    torch.testing.assert_close(operands.q_means[:, :, 1], q[:, :, 128:].mean(2))
+    one = prepare(q[:, :, :1], k, v, recipe, softmax_scale=1.0)  # its mean is the query: all of it is exact
+    expected = q[:, :, :1] @ centred.transpose(-1, -2) * LOG2E
+    torch.testing.assert_close(scores(one, 0, torch.float64), expected[..., :128])

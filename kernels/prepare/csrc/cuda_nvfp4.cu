@@ -1,0 +1,299 @@
+// prepare() for NVFP4 (NUMERICS.md N1 to N5): q, k and v to the fragments that attend/csrc/cuda_nvfp4_sm120.cu loads.
+// Host side: ../cuda_nvfp4.py. Must match ../reference.py.
+// Switches: USE_TWIN (nvfp4.cuh), INPUT (Bf16, Fp16 or float), USE_ROPE, USE_WIDE (16-byte rows).
+//
+// Where things lie: nvfp4.cuh has the fragments, and a word of codes is 8 consecutive channels (of values: keys).
+// Key 32 a + 8 b + 2 c + d of a tile is column 2 b + d of octant 4 a + c of the K record; channel 8 j + n of the values
+// is column n of octant j of the V record, its contraction runs over the keys in tile order.
+// Absent keys of a last tile have code and scale 0; tiles without keys are not written, and nobody reads them.
+// Two passes, because the factor g of a head needs its largest magnitude first: pass 0 finds it, pass 1 writes codes.
+// Bound by: memory traffic; two reads of each operand, one more of k for its mean.
+#define USE_TENSOR_ROTATION 0
+#include "rows.cuh"
+
+#include "nvfp4.cuh"
+
+constexpr int CHUNK = 1024;  // keys whose sums one block takes
+constexpr int ROWS = 128;    // rows of a block of queries or keys, four lanes each
+
+struct Job {
+  Rows q, k, v;
+  Rope rope;
+  const int* order;      // [B H][Lk] or null: token order
+  const int* key_count;  // [B] or null: all keys
+  float* partial;        // [B H][chunks][128]: sums of k
+  float* k_mean;         // [B H][128]
+  float* amax;           // [3][B H], 0 at first: largest magnitudes of q, k and the residual
+  u32* q_codes;          // [B H][blocks * 8][32][8]
+  u32* q_scale;          // [B H][blocks * 8][32]
+  char* k_record;        // [B H][T][TILE_RECORD]
+  char* v_record;        // [B H][T][TILE_RECORD]
+  u16* means;            // [B H][T][128]
+  float* lse_shift;      // [B H][Lq] or null
+  float* q_means;        // [B H][blocks][128] or null: queries as they are
+  u32* k_centred;        // [B H][T * 128][64] pairs of bf16 or null, as q_means
+  i64 queries, keys;     // Lq, Lk
+  int heads, tiles, blocks, chunks;
+  u32 signs[4];
+  float softmax_scale;
+  int rotate, smooth_k, demean;
+};
+static_assert(sizeof(Job) == 296, "JOB of ../cuda_nvfp4.py packs it");
+
+DEVICE int count_of(const Job& job, int batch) {
+  return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
+}
+// Token of entry i of a head's order
+DEVICE i64 token_at(const Job& job, int bh, i64 i) { return job.order ? __ldg(job.order + bh * job.keys + i) : i; }
+
+// Sum of each channel over the rows of the block's quads, in a fixed order, into row[128]. N: warps of the block
+template <int N>
+DEVICE void sum_rows(float (&x)[32], float (&warps)[N][HEAD_DIM], float (&row)[HEAD_DIM]) {
+  const int lane = threadIdx.x & 3, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 32; i++) x[i] += __shfl_xor_sync(~0u, x[i], step);
+  if ((threadIdx.x & 31) < 4)
+#pragma unroll
+    for (int i = 0; i < 32; i++) warps[warp][32 * (i / 8) + 8 * lane + i % 8] = x[i];
+  __syncthreads();
+  if (threadIdx.x < HEAD_DIM) {
+    float t = 0.f;
+    for (int w = 0; w < N; w++) t += warps[w][threadIdx.x];
+    row[threadIdx.x] = t;
+  }
+  __syncthreads();
+}
+
+// blockIdx: chunk of keys, B H; 256 threads
+extern "C" __global__ void __launch_bounds__(256) sum_k(const __grid_constant__ Job job) {
+  __shared__ float warps[8][HEAD_DIM], row[HEAD_DIM];
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads, lane = threadIdx.x & 3;
+  const i64 first = (i64)blockIdx.x * CHUNK, last = min(first + CHUNK, (i64)count_of(job, batch));
+  float total[32], x[32];
+#pragma unroll
+  for (int i = 0; i < 32; i++) total[i] = 0.f;
+  for (i64 r = first + threadIdx.x / 4; r < last; r += 64) {
+    // without a key list the order does not matter, and rows in place read faster
+    const i64 token = job.key_count ? token_at(job, bh, r) : r;
+    load_row(row_of<INPUT>(job.k, batch, head, token), lane, x);
+    apply_rope(job.rope, batch, token, lane, x);
+#pragma unroll
+    for (int i = 0; i < 32; i++) total[i] += x[i];
+  }
+  sum_rows<8>(total, warps, row);
+  float* partial = job.partial + ((i64)bh * job.chunks + blockIdx.x) * HEAD_DIM;
+  if (threadIdx.x < HEAD_DIM) partial[threadIdx.x] = row[threadIdx.x];
+}
+// blockIdx: B H; 128 threads
+extern "C" __global__ void __launch_bounds__(128) mean_k(const __grid_constant__ Job job) {
+  const float* sums = job.partial + (i64)blockIdx.x * job.chunks * HEAD_DIM + threadIdx.x;
+  float sum = 0.f;
+  for (int c = 0; c < job.chunks; c++) sum += sums[(i64)c * HEAD_DIM];
+  job.k_mean[blockIdx.x * HEAD_DIM + threadIdx.x] = sum / (float)max(count_of(job, blockIdx.x / job.heads), 1);
+}
+// Means of 128 query rows. blockIdx: block, B H; 512 threads
+extern "C" __global__ void __launch_bounds__(512) mean_q(const __grid_constant__ Job job) {
+  __shared__ float warps[16][HEAD_DIM], row[HEAD_DIM];
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads, lane = threadIdx.x & 3;
+  const i64 first = (i64)blockIdx.x * ROWS, r = first + threadIdx.x / 4;
+  float x[32];
+  load_row(row_of<INPUT>(job.q, batch, head, min(r, job.queries - 1)), lane, x);
+  apply_rope(job.rope, batch, min(r, job.queries - 1), lane, x);
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] = r < job.queries ? x[i] : 0.f;
+  sum_rows<16>(x, warps, row);
+  const float count = (float)min((i64)ROWS, job.queries - first);
+  float* means = job.q_means + ((i64)bh * job.blocks + blockIdx.x) * HEAD_DIM;
+  if (threadIdx.x < HEAD_DIM) means[threadIdx.x] = row[threadIdx.x] / count;
+}
+
+// The block's largest x into *amax, which is >= 0, so that bits order as numbers
+DEVICE void raise_amax(float x, float* amax) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  if ((threadIdx.x & 31) == 0) atomicMax((int*)amax, __float_as_int(x));
+}
+// N2 over 16 numbers whose largest magnitude is amax: the scale's byte; inverse: what to multiply the numbers by
+DEVICE u32 microscale(float amax, float g, float& inverse) {
+  const u32 code = pack_ue4m3(amax / (6.f * g), 0.f, 0.f, 0.f) & 0xFF;
+  const float step = ue4m3_value(code) * g;
+  inverse = step > 0.f ? 1.f / step : 0.f;
+  return code;
+}
+DEVICE u32 scaled_codes(const float* x, float inverse) {
+  float y[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) y[i] = x[i] * inverse;
+  return inverse > 0.f ? pack_e2m1(y) : 0;
+}
+// A lane's words of a row, word i channels 32 i + 8 lane to + 7, and in every lane the row's scale words of two steps
+DEVICE void quantize_row(const float (&x)[32], float g, u32 (&words)[4], u32 (&scales)[2]) {
+  const int lane = threadIdx.x & 3;
+  u32 bytes[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float amax = 0.f, inverse;
+#pragma unroll
+    for (int n = 0; n < 8; n++) amax = fmaxf(amax, fabsf(x[8 * i + n]));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    bytes[i] = microscale(amax, g, inverse);
+    words[i] = scaled_codes(x + 8 * i, inverse);
+  }
+#pragma unroll
+  for (int step = 0; step < 2; step++) {
+    // channels 64 step + 16 c: byte c, of lanes 2 (c % 2) and the next, their word 2 step + c / 2
+    const u32 known = (bytes[2 * step] | bytes[2 * step + 1] << 16) << (lane < 2 ? 0 : 8);
+    scales[step] = known | __shfl_xor_sync(~0u, known, 2);
+  }
+}
+
+// blockIdx: 128 query rows, B H; 512 threads. Rows past the end repeat the last one in no maximum, and have codes 0.
+extern "C" __global__ void __launch_bounds__(512) codes_q(const __grid_constant__ Job job, int pass) {
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads, lane = threadIdx.x & 3;
+  const i64 row = (i64)blockIdx.x * ROWS + threadIdx.x / 4, token = min(row, job.queries - 1);
+  const bool real = row < job.queries;
+  float x[32];
+  load_row(row_of<INPUT>(job.q, batch, head, token), lane, x);
+  apply_rope(job.rope, batch, token, lane, x);
+  if (pass == 1 && job.lse_shift) {
+    const float dot = job.smooth_k ? quad_dot(x, job.k_mean + bh * HEAD_DIM, lane) : 0.f;
+    if (real && lane == 0) job.lse_shift[bh * job.queries + row] = dot * job.softmax_scale;
+  }
+  if (job.q_means) subtract(x, job.q_means + ((i64)bh * job.blocks + blockIdx.x) * HEAD_DIM, lane);
+  if (job.rotate) rotate(job.signs, lane, x);
+  const float norm = real ? (job.rotate ? ROTATION_NORM : 1.f) : 0.f;
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] *= norm;
+  float* amax = job.amax + bh;
+  if (pass == 0) return raise_amax(quad_amax(x), amax);
+  u32 words[4], scales[2];
+  quantize_row(x, global_scale(*amax), words, scales);
+  const int r = threadIdx.x / 4 % 16, g = r % 8, half = r / 8;
+  const i64 rows16 = ((i64)bh * job.blocks + blockIdx.x) * 8 + threadIdx.x / 64;
+#pragma unroll
+  for (int i = 0; i < 4; i++) job.q_codes[(rows16 * 32 + 4 * g + lane) * 8 + i / 2 * 4 + i % 2 * 2 + half] = words[i];
+  if (lane < 2) job.q_scale[rows16 * 32 + 4 * g + 2 * lane + half] = lane ? scales[1] : scales[0];
+}
+
+// blockIdx: tile, B H; 512 threads
+extern "C" __global__ void __launch_bounds__(512) codes_k(const __grid_constant__ Job job, int pass) {
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads, lane = threadIdx.x & 3;
+  const int key = threadIdx.x / 4;
+  const i64 first = (i64)blockIdx.x * TILE;
+  const int count = min((i64)TILE, count_of(job, batch) - first);
+  if (count <= 0) return;
+  const i64 token = token_at(job, bh, first + min(key, count - 1));
+  float x[32];
+  load_row(row_of<INPUT>(job.k, batch, head, token), lane, x);
+  apply_rope(job.rope, batch, token, lane, x);
+  if (job.smooth_k) subtract(x, job.k_mean + bh * HEAD_DIM, lane);
+#pragma unroll
+  for (int i = 0; i < 32; i++) x[i] = key < count ? x[i] : 0.f;
+  if (pass == 1 && job.k_centred) {
+    uint4* centred = (uint4*)(job.k_centred + (((i64)bh * job.tiles + blockIdx.x) * TILE + key) * 64);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float* y = x + 8 * i;
+      const u32 low = pack_bf16(y[0], y[1]), high = pack_bf16(y[4], y[5]);
+      centred[4 * i + lane] = make_uint4(low, pack_bf16(y[2], y[3]), high, pack_bf16(y[6], y[7]));
+    }
+  }
+  if (job.rotate) {
+    rotate(job.signs, lane, x);
+#pragma unroll
+    for (int i = 0; i < 32; i++) x[i] *= ROTATION_NORM;
+  }
+  float* amax = job.amax + gridDim.y + bh;
+  if (pass == 0) return raise_amax(quad_amax(x), amax);
+  u32 words[4], scales[2];
+  quantize_row(x, global_scale(*amax), words, scales);
+  char* record = job.k_record + ((i64)bh * job.tiles + blockIdx.x) * TILE_RECORD;
+  const int octant = key / 32 * 4 + key % 8 / 2, column = key / 8 % 4 * 2 + key % 2;
+  ((uint4*)record)[octant * 32 + 4 * column + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+  uint2* packed = (uint2*)(record + TILE_CODES) + (4 * column + octant % 4) * 4 + octant / 4;
+  if (lane == 0) *packed = make_uint2(scales[0], scales[1]);
+}
+
+template <typename T>
+struct __align__(2 * sizeof(T)) Pair {
+  u32 words[sizeof(T) / 2];
+};
+DEVICE float quad_total(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+constexpr bool MEAN_F16 = is_fp16<INPUT>::value;
+// A channel's residuals of 32 keys, x minus the stored mean; absent keys 0
+DEVICE void residuals(float (&x)[32], float mean, int keys) {
+#pragma unroll
+  for (int k = 0; k < 32; k++) x[k] = k < keys ? x[k] - mean : 0.f;
+}
+DEVICE float largest(const float* x, int n) {
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < n; i++) amax = fmaxf(amax, fabsf(x[i]));
+  return amax;
+}
+// 32 keys from 32 a of a channel into the record
+DEVICE void store_channel(char* record, int channel, int a, const float (&x)[32], float g) {
+  const int octant = channel / 8, column = channel % 8;
+  u32 bytes = 0;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float inverse;
+    bytes |= microscale(largest(x + 16 * half, 16), g, inverse) << 8 * half;
+#pragma unroll
+    for (int t = 2 * half; t < 2 * half + 2; t++)
+      ((u32*)record)[(octant * 32 + 4 * column + t) * 4 + a] = scaled_codes(x + 8 * t, inverse);
+  }
+  u16* packed = (u16*)(record + TILE_CODES + (4 * column + octant % 4) * 32 + octant / 4 * 8);
+  packed[a] = bytes;
+}
+
+// blockIdx: tile, B H; 256 threads. A thread holds channels c and c + 1 of keys 32 a to 32 a + 31.
+extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant__ Job job, int pass) {
+  extern __shared__ __align__(16) char memory[];
+  Pair<INPUT>* pairs = (Pair<INPUT>*)memory;  // [128 keys][64], a row of group a turned by 8 a: no bank conflict
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
+  const int a = threadIdx.x & 3, pair = threadIdx.x / 4, c = 2 * pair;
+  const i64 first = (i64)blockIdx.x * TILE, index = (i64)bh * job.tiles + blockIdx.x;
+  const int count = min((i64)TILE, count_of(job, batch) - first);
+  if (count <= 0) return;
+#pragma unroll 4
+  for (int n = 0; n < 8; n++) {
+    const int key = 16 * n + threadIdx.x / 16;
+    const i64 token = token_at(job, bh, first + min(key, count - 1));
+    Eight<INPUT> loaded = load_eight(row_of<INPUT>(job.v, batch, head, token) + threadIdx.x % 16 * 8);
+    // absent keys are zero for the sum
+    if (key >= count)
+#pragma unroll
+      for (u32& word : loaded.words) word = 0;
+    *(Eight<INPUT>*)(pairs + key * 64 + (threadIdx.x % 16 * 4 + 8 * (key / 32)) % 64) = loaded;
+  }
+  __syncthreads();
+  float x[32], y[32], sum_x = 0.f, sum_y = 0.f;
+#pragma unroll
+  for (int k = 0; k < 32; k++) {
+    const Pair<INPUT> p = pairs[(32 * a + k) * 64 + (pair + 8 * a) % 64];
+    sum_x += x[k] = element<INPUT>(p.words, 0);
+    sum_y += y[k] = element<INPUT>(p.words, 1);
+  }
+  if (job.demean) {
+    const float mx = quad_total(sum_x) / (float)count, my = quad_total(sum_y) / (float)count;
+    const u32 stored = MEAN_F16 ? pack_f16(mx, my) : pack_bf16(mx, my);
+    if (pass == 1 && a == 0) ((u32*)job.means)[index * 64 + pair] = stored;
+    residuals(x, MEAN_F16 ? low_f16(stored) : __uint_as_float(stored << 16), count - 32 * a);
+    residuals(y, MEAN_F16 ? low_f16(stored >> 16) : __uint_as_float(stored & 0xFFFF0000u), count - 32 * a);
+  }
+  float* amax = job.amax + 2 * gridDim.y + bh;
+  if (pass == 0) return raise_amax(fmaxf(largest(x, 32), largest(y, 32)), amax);
+  __syncthreads();
+  const float g = global_scale(*amax);
+  store_channel(memory, c, a, x, g);
+  store_channel(memory, c + 1, a, y, g);
+  __syncthreads();
+  uint4* out = (uint4*)(job.v_record + index * TILE_RECORD);
+  for (int i = threadIdx.x; i < TILE_RECORD / 16; i += 256) out[i] = ((const uint4*)memory)[i];
+}
