@@ -24,7 +24,7 @@ struct Job {
   const int* key_count;  // [B] or null: all keys
   float* partial;        // [2][B H][chunks][128]: k sums, |v| maxima
   float* k_mean;         // [B H][128]
-  int* k_top;            // [B H] bits of the largest K scale; 0 before
+  int* k_top;            // [B H] bits of the largest K scale of keys that are not 0; 0 before
   float* v_scale;        // [B H][128]
   char* q_image;         // [B H][blocks * 3][8192]
   float* q_scale;        // [B H][blocks * 192]
@@ -215,7 +215,7 @@ DEVICE void quantize_k(const Job& job) {
   if (threadIdx.x == 0) {
     const float stored = stored_scale(job, top, scale);
     ((float*)(record + 16384))[group] = stored;
-    atomicMax(job.k_top + bh, __float_as_int(stored));
+    if (top > 0.f) atomicMax(job.k_top + bh, __float_as_int(stored));
   }
 }
 
@@ -264,7 +264,7 @@ DEVICE void quantize_k_by_size(const Job& job) {
     const float top = ranked[min((int)threadIdx.x, last / 16) * 16];
     const float stored = stored_scale(job, top, scale_of<INT8>(top));
     ((float*)(record + 16384))[threadIdx.x] = stored;
-    if (threadIdx.x == 0) atomicMax(job.k_top + bh, __float_as_int(stored));
+    if (threadIdx.x == 0 && top > 0.f) atomicMax(job.k_top + bh, __float_as_int(stored));
   }
 }
 
