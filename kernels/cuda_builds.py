@@ -8,12 +8,19 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from .attend import cuda_int8_fp8_sm90, cuda_int8_int8_sm90
+from .attend import (
+    cuda_int8_fp8_sm89,
+    cuda_int8_fp8_sm90,
+    cuda_int8_int8,
+    cuda_int8_int8_sm90,
+    cuda_mma,
+)
 from .group import cuda_kmeans
 from .prepare import cuda_sm90
 
 GROUPING = "grouping"  # what builds are for that every row uses
 NODE_INPUTS = ("Bf16", "Fp16")  # what ComfyUI's models compute in
+MMA_FP8_CARDS = ((8, 9), (9, 0), (12, 0), (12, 1))  # of cuda_int8_fp8_sm89; sm_90 to test it
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ def builds(capability: tuple[int, int], kernel: str | None = None, everything: b
     found = list(grouping_builds(f"sm_{capability[0]}{capability[1]}", everything))
     if capability == (9, 0):
         found += hopper_builds(everything)
+    if capability >= (8, 0) and capability != (10, 3):
+        found += mma_builds(capability, everything)
     return [build for build in found if kernel is None or build.kernel in (kernel, GROUPING)]
 
 
@@ -61,10 +70,36 @@ def hopper_builds(everything: bool):
     for means, f16 in ((1, 0), (1, 1), (0, 0)):
         switches = {"USE_MEANS": means, "USE_F16_MEANS": f16}
         yield hopper_attend(cuda_int8_int8_sm90.SOURCE, switches, "cuda_int8_int8_sm90")
+    for qk, values in ((1, 0), (0, 0), (1, 1)):
+        row = f"cuda_{'int8' if qk else 'fp8'}_{'int8' if values else 'fp8'}_sm90"
+        yield from preparation_builds(cuda_sm90.ARCH, qk, values, row, everything)
+
+
+def mma_builds(capability: tuple[int, int], everything: bool):
+    arch = f"sm_{capability[0]}{capability[1]}"
+    for means, f16 in ((1, 0), (1, 1), (0, 0)):
+        switches = {"USE_MEANS": means, "USE_F16_MEANS": f16}
+        shared = cuda_int8_int8.SHARED_BYTES
+        yield CudaBuild(
+            cuda_int8_int8.SOURCE, arch, defines(switches), cuda_mma.THREADS, shared, "cuda_int8_int8"
+        )
+    yield from preparation_builds(arch, 1, 1, "cuda_int8_int8", everything)
+    if capability not in MMA_FP8_CARDS:
+        return
+    row = "cuda_int8_fp8_sm89"
+    for expcast, means in itertools.product((1, 0), repeat=2):
+        switches = {"USE_EXPCAST": expcast, "USE_MEANS": means}
+        source, shared = cuda_int8_fp8_sm89.SOURCE, cuda_int8_fp8_sm89.SHARED_BYTES
+        yield CudaBuild(source, arch, defines(switches), cuda_mma.THREADS, shared, row)
+    yield from preparation_builds(arch, 1, 0, row, everything)
+
+
+def preparation_builds(arch: str, qk: int, values: int, row: str, everything: bool):
+    """qk, values: 1 for INT8, 0 for E4M3."""
     inputs = [(value_type, 0, 1, 1) for value_type in NODE_INPUTS]
     if everything:
         inputs += [("Bf16", 1, 1, 0), ("Fp16", 0, 0, 1), ("float", 1, 0, 0)]
-    for (qk, values), (value_type, rope, wide, tensor) in itertools.product(((1, 0), (0, 0), (1, 1)), inputs):
+    for value_type, rope, wide, tensor in inputs:
         switches = {
             "INPUT": value_type,
             "USE_INT8_QK": qk,
@@ -73,9 +108,8 @@ def hopper_builds(everything: bool):
             "USE_WIDE": wide,
             "USE_TENSOR_ROTATION": tensor,
         }
-        row = f"cuda_{'int8' if qk else 'fp8'}_{'int8' if values else 'fp8'}_sm90"
         shared = 128 * 128 * (4 if value_type == "float" else 2)
-        yield CudaBuild(cuda_sm90.SOURCE, cuda_sm90.ARCH, defines(switches), 256, shared, row)
+        yield CudaBuild(cuda_sm90.SOURCE, arch, defines(switches), 256, shared, row)
 
 
 def hopper_attend(source: Path, switches: dict, row: str) -> CudaBuild:

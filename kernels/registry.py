@@ -11,6 +11,9 @@ from .config import Recipe, resolve_recipe
 from .device_record import known
 from .operands import AttentionProblem
 
+# Cards whose E4M3 products with f16 sums are single instructions.
+FAST_F16_SUMS = ((8, 9), (12, 0), (12, 1))
+
 
 class Stages(NamedTuple):
     """The functions of one kernel; signatures in prepare/reference.py and attend/reference.py."""
@@ -67,6 +70,20 @@ def _load_cuda_nvfp4_sm120():
     return Stages(prepare, attend)
 
 
+def _load_cuda_int8_int8():
+    from .attend.cuda_int8_int8 import attend
+    from .prepare.cuda_mma import prepare
+
+    return Stages(prepare, attend)
+
+
+def _load_cuda_int8_fp8_sm89():
+    from .attend.cuda_int8_fp8_sm89 import attend
+    from .prepare.cuda_mma import prepare
+
+    return Stages(prepare, attend)
+
+
 def _load_triton_int8_fp8():
     from .attend.triton_int8_fp8 import attend
     from .prepare.triton_int8_fp8 import prepare
@@ -109,6 +126,31 @@ def _hopper_refuses(problem: AttentionProblem) -> str | None:
     from .attend.cuda_build import why_no_build
 
     return why_no_build()
+
+
+def _mma_refuses(problem: AttentionProblem) -> str | None:
+    if problem.device_type != "cuda":
+        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
+    if problem.capability < (8, 0):
+        return f"needs sm_80 or newer, got sm_{problem.capability[0]}{problem.capability[1]}"
+    if problem.capability == (10, 3):
+        return "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
+    if problem.head_dim != 128:
+        return f"needs head_dim 128, got {problem.head_dim}"
+    from .attend.cuda_build import why_no_build
+
+    return why_no_build()
+
+
+def _mma_fp8_refuses(problem: AttentionProblem) -> str | None:
+    if problem.device_type == "cuda" and problem.capability not in ((9, 0), *FAST_F16_SUMS):
+        return f"needs sm_89, sm_90 or sm_120, got sm_{problem.capability[0]}{problem.capability[1]}"
+    return _mma_refuses(problem)
+
+
+def _has_fast_f16_sums(problem):
+    # elsewhere the product is expanded into two of 16 bits: sm_90 runs it to test it
+    return problem.capability in FAST_F16_SUMS
 
 
 def _nvfp4_refuses(problem: AttentionProblem) -> str | None:
@@ -175,6 +217,16 @@ KERNELS = (
     KernelSpec("cuda_int8_fp8_sm90", ("int8_fp8",), _load_cuda_int8_fp8_sm90, _hopper_refuses),
     KernelSpec("cuda_int8_int8_sm90", ("int8_int8",), _load_cuda_int8_int8_sm90, _hopper_refuses),
     KernelSpec("cuda_nvfp4_sm120", ("nvfp4",), _load_cuda_nvfp4_sm120, _nvfp4_refuses),
+    KernelSpec(
+        "cuda_int8_int8", ("int8_int8",), _load_cuda_int8_int8, _mma_refuses, _not_on_blackwell_datacenter
+    ),
+    KernelSpec(
+        "cuda_int8_fp8_sm89",
+        ("int8_fp8",),
+        _load_cuda_int8_fp8_sm89,
+        _mma_fp8_refuses,
+        _has_fast_f16_sums,
+    ),
     KernelSpec(
         "triton_int8_fp8",
         ("int8_fp8",),

@@ -1,4 +1,4 @@
-"""Host side of the mma.sync attention kernels (csrc/mma_frame.cuh): one block for 192 query rows of a head."""
+"""Host side of the mma.sync attention kernels (csrc/mma_frame.cuh): a block takes 192 query rows of a head."""
 
 from pathlib import Path
 

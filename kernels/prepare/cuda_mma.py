@@ -6,7 +6,7 @@ from .. import formats
 from ..config import Recipe
 from . import cuda_sm90
 
-# F6: values stay under 2, so that a tile's products fit an f16 accumulator (attend/csrc/cuda_int8_fp8_sm89.cu)
+# F6: codes stay under 2, and a tile's products fit an f16 accumulator (attend/csrc/cuda_int8_fp8_sm89.cu)
 VALUE_TOP = formats.V_FP8_MAX / 256
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_vc_attention.kernels.attend import cuda_build, cuda_int8_fp8_sm90
+from comfyui_vc_attention.kernels.attend import cuda_build, cuda_int8_fp8_sm90, cuda_mma
 from comfyui_vc_attention.kernels.config import resolve_recipe
 from comfyui_vc_attention.kernels.cubin import resources
 from comfyui_vc_attention.kernels.cuda_builds import GROUPING, builds
@@ -86,7 +86,10 @@ class NoModule:
         pass
 
 
-@pytest.mark.parametrize("spec", [s for s in KERNELS if s.name.endswith("_sm90")], ids=lambda spec: spec.name)
+ON_HOPPER = [s for s in KERNELS if any(build.kernel == s.name for build in builds((9, 0)))]
+
+
+@pytest.mark.parametrize("spec", ON_HOPPER, ids=lambda spec: spec.name)
 def test_all_that_a_self_test_loads_is_listed(spec, monkeypatch):
     loaded = set()
 
@@ -94,7 +97,7 @@ def test_all_that_a_self_test_loads_is_listed(spec, monkeypatch):
         loaded.add((source, arch, defines))
         return NoModule()
 
-    for module in (cuda_sm90, cuda_int8_fp8_sm90, cuda_kmeans):
+    for module in (cuda_sm90, cuda_int8_fp8_sm90, cuda_mma, cuda_kmeans):
         monkeypatch.setattr(module, "load_module", load_module)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -106,7 +109,7 @@ def test_all_that_a_self_test_loads_is_listed(spec, monkeypatch):
         q, k, v = sample_qkv("gauss", case.shape, min(case.keys, 2000), case.dtype)
         recipe = resolve_recipe(config, spec.numerics, (9, 0), exact=True)
         order = cuda_kmeans.group_tokens(v, CLUSTERS).order if case.means else None
-        operands = cuda_sm90.prepare(q, k, v, recipe, order=order, softmax_scale=1.0, want_lse=case.lse)
+        operands = spec.load().prepare(q, k, v, recipe, order=order, softmax_scale=1.0, want_lse=case.lse)
         spec.load().attend(operands)
     listed = {(build.source, build.arch, build.defines) for build in builds((9, 0), spec.name)}
     assert len(loaded) > 6 and loaded <= listed
