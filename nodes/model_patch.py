@@ -281,7 +281,8 @@ class AttentionOverride(Shared):
                 return group_tokens(rows_v, clusters, previous, rows_mask)
 
         every = run.settings.regroup_every
-        grouping, made = run.store.grouping(accepted.layer, conditions(host.options), v, make, step, every)
+        chunks, again = conditions(host.options), run.schedule.groups_at(step + every)
+        grouping, made = run.store.grouping(accepted.layer, chunks, v, make, step, every, again)
         if made:
             run.report.add_groupings(made, run.store.held_bytes)
             if mask is None:

@@ -6,12 +6,13 @@ override object. It travels in transformer_options as an object: ComfyUI copies 
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..kernels import AttentionProblem, Choice, TokenGrouping, choose_kernel
+from ..kernels.dispatch import plain
 from ..kernels.group.labels import labels_from_order, order_from_labels
 from .families import Family, ForwardNotes, Layer
 from .head_groups import free_memory
@@ -39,22 +40,32 @@ def context_window(options: Mapping[str, Any]) -> Hashable:
 @dataclass
 class _Kept:
     listed: torch.Tensor  # the order int32 [B, H, Lk], or uint8 labels that give it back
-    centroids: torch.Tensor
+    # bf16, where they only start the next grouping: it removes as much energy (within 0.0002 of the share)
+    centroids: torch.Tensor | None  # None: there is no next one
     step: int  # at which the order was made
     used: int  # last step that used it
 
     @classmethod
-    def of(cls, grouping: TokenGrouping, step: int) -> "_Kept":
+    def of(cls, grouping: TokenGrouping, step: int, again: bool) -> "_Kept":
         """As labels, a quarter of the bytes, where memory is short: the order is sorted anew in each call."""
         free = free_memory(grouping.order.device)
         short = free is not None and free < SHORT_OF_MEMORY
         listed = labels_from_order(grouping.order) if short else grouping.order
-        return cls(listed, grouping.centroids, step, step)
+        return cls(listed, grouping.centroids.bfloat16() if again else None, step, step)
 
     @property
     def grouping(self) -> TokenGrouping:
         as_labels = self.listed.dtype == torch.uint8
-        return TokenGrouping(order_from_labels(self.listed) if as_labels else self.listed, self.centroids)
+        return TokenGrouping(order_from_labels(self.listed) if as_labels else self.listed, None)
+
+    @property
+    def start(self) -> TokenGrouping | None:
+        """What the next grouping of the same values begins with."""
+        return None if self.centroids is None else TokenGrouping(None, self.centroids.float())
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.listed] if self.centroids is None else [self.listed, self.centroids]
 
 
 class GroupingStore:
@@ -72,11 +83,13 @@ class GroupingStore:
         make: Callable[[torch.Tensor, TokenGrouping | None, slice], TokenGrouping],
         step: int,
         every: int,
+        again: bool = True,
     ) -> tuple[TokenGrouping, int]:
         """The order for v [B, H, Lk, D] and how many chunks of it were made anew.
 
         The batch is len(chunks) equal parts, each kept by itself, so that ComfyUI may batch conditions or not
-        and change its mind between steps. make(v, previous, rows) groups the rows of one part.
+        and change its mind between steps. make(v, previous, rows) groups the rows of one part. again: an
+        order made now will be made anew later in the run.
         """
         if v.shape[0] % len(chunks):
             chunks = [tuple(chunks)]
@@ -87,9 +100,8 @@ class GroupingStore:
             rows = slice(number * size, (number + 1) * size)
             kept = self._kept.get(key)
             if kept is None or regroup_due(kept.step, step, every):
-                previous = None if kept is None else TokenGrouping(None, kept.centroids)
-                grouping = make(v[rows], previous, rows)
-                kept = _Kept.of(grouping, step)
+                grouping = make(v[rows], None if kept is None else kept.start, rows)
+                kept = _Kept.of(grouping, step, again)
                 made += 1
                 with self._lock:
                     self._kept[key] = kept
@@ -119,7 +131,7 @@ class GroupingStore:
     @property
     def held_bytes(self) -> int:
         with self._lock:
-            tensors = [t for kept in self._kept.values() for t in (kept.listed, kept.centroids)]
+            tensors = [tensor for kept in self._kept.values() for tensor in kept.tensors]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def __len__(self) -> int:
@@ -146,7 +158,6 @@ class Run(Shared):
         self.plan: StepPlan | None = None
         self._choices: dict[AttentionProblem, Choice] = {}
         self._disabled: dict[str, str] = {}
-        self._plain_config = replace(settings.config, demean=False)
 
     def begin_evaluation(self, position) -> StepPlan:
         """Called once per model evaluation, before its forwards; later than this nobody reads sigma.
@@ -154,6 +165,7 @@ class Run(Shared):
         position: what the schedule plans by, sigma for ComfyUI's samplers.
         """
         self.plan = self.schedule.plan(position)
+        self.report.few_steps = self.schedule.few_steps
         if not self.plan.grouping:
             self.store.clear()
         else:
@@ -161,8 +173,10 @@ class Run(Shared):
         return self.plan
 
     def config(self):
-        """Values are demeaned inside the grouping window only."""
-        return self.settings.config if self.plan and self.plan.grouping else self._plain_config
+        """Values are demeaned inside the grouping window only; a hybrid run takes 4 bits in its middle only."""
+        at_edge = self.settings.hybrid and not (self.plan and self.plan.four_bit)
+        config = self.settings.edge_config if at_edge else self.settings.config
+        return config if self.plan and self.plan.grouping else plain(config)
 
     def choose(self, problem: AttentionProblem) -> Choice:
         """choose_kernel, remembered, and without the kernels that failed in this run."""

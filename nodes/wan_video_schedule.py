@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .step_schedule import StepPlan
+from .step_schedule import EDGE, FEW_STEPS, StepPlan
 
 WHOLE_START = 0.995  # chosen: a run whose first sigma lies below began later on the schedule
 ASSUMED_SHIFT = 5.0  # the default of the wrapper's sampler; a part of a schedule does not tell its own
@@ -41,6 +41,11 @@ class WanVideoSchedule:
         self.end = end_percent if end_percent < 1 else math.inf
         self.steps = 0  # known from the second step on
         self._whole: bool | None = None
+        self._skipped = 0.0  # share of the denoising before the first step
+
+    def groups_at(self, step: int) -> bool:
+        """Whether the window may reach that far; nothing tells before the second step."""
+        return not self._whole or self.steps <= 1 or step / self.steps < self.window - ROUNDING
 
     def plan(self, position: Position) -> StepPlan:
         """What the evaluation at this position does."""
@@ -48,13 +53,21 @@ class WanVideoSchedule:
         if self._whole is None:
             sigma = position.sigma()
             self._whole = sigma >= WHOLE_START
+            self._skipped = 0.0 if self._whole else share_done(sigma)
         done = position.share
         if not self._whole:
             sigma = position.sigma()
             done = share_done(sigma)
         self.steps = round(position.step / position.share) if position.share else max(1, self.steps)
         active = self.start <= done + ROUNDING and done < self.end - ROUNDING
-        return StepPlan(position.step, sigma, active, active and done < self.window - ROUNDING)
+        grouping = active and done < self.window - ROUNDING
+        middle = EDGE - ROUNDING <= done < 1 - EDGE - ROUNDING
+        return StepPlan(position.step, sigma, active, grouping, middle and not self.few_steps)
+
+    @property
+    def few_steps(self) -> bool:
+        """Whether no step may run at 4 bits, because there are few; true until their number is known."""
+        return self.steps < FEW_STEPS * (1 - self._skipped) - 1e-6
 
 
 def share_done(sigma: float, shift: float = ASSUMED_SHIFT) -> float:

@@ -14,14 +14,14 @@ def new_run(**settings):
     return Run(object(), PatchSettings(VCConfig(clusters=4), "reference", **settings), FAMILIES[0], schedule)
 
 
-def grouped(store, v, chunks, step=0, every=4, layer="layer"):
+def grouped(store, v, chunks, step=0, every=4, layer="layer", again=True):
     previous_seen = []
 
     def make(rows_v, previous, rows):
         previous_seen.append(previous)
         return group_tokens(rows_v, 4, previous)
 
-    grouping, made = store.grouping(layer, chunks, v, make, step, every)
+    grouping, made = store.grouping(layer, chunks, v, make, step, every, again)
     return grouping, made, previous_seen
 
 
@@ -56,7 +56,10 @@ def test_orders_are_reused_then_made_again_from_where_they_were():
         again, made, _ = grouped(store, v, ["cond"], step)
         assert made == 0 and again.order is first.order
     _, made, previous = grouped(store, v, ["cond"], step=4)
-    assert made == 1 and previous[0].centroids is first.centroids
+    assert made == 1 and torch.equal(previous[0].centroids, first.centroids.bfloat16().float())
+    grouped(store, v, ["cond"], step=8, again=False)
+    _, made, previous = grouped(store, v, ["cond"], step=12)
+    assert made == 1 and previous == [None]  # nobody said that there would be another
 
 
 def test_layers_conditions_and_batch_sizes_never_mix():
@@ -70,10 +73,11 @@ def test_layers_conditions_and_batch_sizes_never_mix():
 
 def test_held_bytes_are_counted_and_freed():
     store = GroupingStore()
-    grouping, _, _ = grouped(store, values(2), ["uncond", "cond"])
     centroids = 2 * 2 * 4 * 16  # B, H, C, D
-    expected = (grouping.order.numel() + centroids) * 4
-    assert store.held_bytes == expected
+    for again, expected in ((False, 2 * 2 * 64 * 4), (True, 2 * 2 * 64 * 4 + centroids * 2)):
+        store.clear()
+        grouped(store, values(2), ["uncond", "cond"], again=again)
+        assert store.held_bytes == expected
     store.clear(torch.device("cuda:1"))
     assert store.held_bytes == expected  # they lie elsewhere
     store.clear()

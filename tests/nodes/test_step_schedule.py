@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from comfyui_vc_attention.nodes.step_schedule import StepSchedule, regroup_due, window_threshold
+from comfyui_vc_attention.nodes.step_schedule import StepSchedule, percent_of, regroup_due, window_threshold
 
 
 def schedule(model, sigmas, **settings):
@@ -84,6 +84,55 @@ def test_regroup_tolerates_samplers_that_step_back():
     assert regroup_due(0, 4, every=4) and regroup_due(8, 4, every=4)
 
 
+@pytest.mark.parametrize("steps, count", [(40, 10), (8, 2), (4, 1)])
+def test_the_window_is_known_beforehand(make_model, steps, count):
+    sigmas = [1 - step / steps for step in range(steps + 1)]
+    made = schedule(make_model(), sigmas)
+    assert [made.groups_at(step) for step in range(steps + 3)] == [step < count for step in range(steps + 3)]
+
+
 def test_empty_schedule_is_refused(make_model):
     with pytest.raises(ValueError, match="at least one sigma"):
         StepSchedule([], make_model().percent_to_sigma)
+
+
+def four_bit_steps(model, sigmas):
+    made = schedule(model, sigmas)
+    return [made.plan(sigma).step for sigma in sigmas[:-1] if made.plan(sigma).four_bit]
+
+
+@pytest.mark.parametrize(("steps", "first", "last"), [(50, 10, 39), (40, 8, 31), (20, 4, 15), (12, 3, 8)])
+def test_the_middle_of_a_whole_schedule_may_run_at_4_bits(make_model, simple_sigmas, steps, first, last):
+    assert four_bit_steps(make_model(), simple_sigmas(steps)) == list(range(first, last + 1))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 8, 11])
+def test_no_step_of_a_few_runs_at_4_bits(make_model, simple_sigmas, steps):
+    assert four_bit_steps(make_model(), simple_sigmas(steps)) == []
+    assert schedule(make_model(), simple_sigmas(steps)).few_steps
+
+
+def test_parts_of_a_schedule_run_at_4_bits_where_the_whole_would(make_model, simple_sigmas):
+    """Two experts, or denoise below 1; and a few steps of a part may be many of the whole."""
+    whole, model = simple_sigmas(40), make_model()
+    for split in (4, 13, 20):
+        high, low = whole[: split + 1], whole[split:]
+        steps = four_bit_steps(model, high) + [split + step for step in four_bit_steps(model, low)]
+        assert steps == list(range(8, 32)), split
+    few = simple_sigmas(8)
+    assert schedule(model, few[:5]).few_steps and schedule(model, few[4:]).few_steps
+
+
+def test_every_evaluation_of_a_step_has_its_precision(make_model, simple_sigmas):
+    """Samplers evaluate within steps, and round: the interval counts, not the number of calls."""
+    sigmas = simple_sigmas(20)
+    made = schedule(make_model(), sigmas)
+    for step in range(20):
+        inside = (sigmas[step], sigmas[step] * (1 - 6e-8), 0.5 * (sigmas[step] + sigmas[step + 1]))
+        assert [made.plan(sigma).four_bit for sigma in inside] == [4 <= step < 16] * 3
+
+
+def test_percent_of_is_the_inverse(make_model):
+    convert = make_model().percent_to_sigma
+    for percent in (0.05, 0.3, 0.8):
+        assert abs(percent_of(float(convert(percent)), convert) - percent) < 1e-3

@@ -59,3 +59,12 @@ def test_position_reads_the_latest_frame():
     position = Position.of(arguments)
     assert (position.step, position.share, position.sigma()) == (3, 0.3, pytest.approx(0.7))
     assert Position.of({}).sigma() == 1.0
+
+
+def test_the_window_is_known_from_the_second_step_on():
+    schedule, shift = WanVideoSchedule(), 5.0
+    for step in range(2):
+        assert schedule.groups_at(step + 20)  # nobody knows yet
+        sigma = shift * (1 - step / 40) / (1 + (shift - 1) * (1 - step / 40))
+        schedule.plan(Position(step, step / 40, lambda sigma=sigma: sigma))
+    assert [schedule.groups_at(step) for step in (0, 9, 10, 20)] == [True, True, False, False]
