@@ -8,6 +8,7 @@ import torch
 from .config import EXPCAST_CHOICES, PRECISIONS, VALUE_FORMATS, VCConfig
 from .operands import AttentionProblem, TokenGrouping, boxed, heads_in_a_row
 from .registry import KernelSpec, choose_kernel, load_grouping
+from .torch_op import define_op
 
 DEFAULT_CONFIG = VCConfig()
 
@@ -240,20 +241,8 @@ def _config_from_codes(codes):
     )
 
 
-@torch.library.custom_op("comfyui_vc_attention::attention", mutates_args=())
-def _attention_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    order: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    rope_layout: str,
-    config: list[int],
-    scale: float,
-    kernel: str,
-    return_lse: bool,
+def _attention(
+    q, k, v, order, key_mask, cos, sin, rope_layout, config, scale, kernel, return_lse
 ) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = prepare_call(
         q,
@@ -271,27 +260,37 @@ def _attention_op(
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-@_attention_op.register_fake
-def _(q, k, v, order, key_mask, cos, sin, rope_layout, config, scale, kernel, return_lse):
+def _fake_attention(q, k, v, order, key_mask, cos, sin, rope_layout, config, scale, kernel, return_lse):
     b, h, lq, d = q.shape
     out = q.new_empty(b, lq, h, d).transpose(1, 2)
     return out, q.new_empty((b, h, lq) if return_lse else (0,), dtype=torch.float32)
 
 
-@torch.library.custom_op("comfyui_vc_attention::group_tokens", mutates_args=())
-def _group_op(
-    v: torch.Tensor, clusters: int, centroids: torch.Tensor | None, key_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+_attention_op = define_op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? order, Tensor? key_mask, Tensor? cos, Tensor? sin, "
+    "str rope_layout, int[] config, float scale, str kernel, bool return_lse) -> (Tensor, Tensor)",
+    _attention,
+    _fake_attention,
+)
+
+
+def _group(v, clusters, centroids, key_mask) -> tuple[torch.Tensor, torch.Tensor]:
     previous = None if centroids is None else TokenGrouping(None, centroids)
     with on_device(v.device):
         grouping = load_grouping(v, clusters)(v, clusters, previous, key_mask)
     return grouping.order, grouping.centroids
 
 
-@_group_op.register_fake
-def _(v, clusters, centroids, key_mask):
+def _fake_group(v, clusters, centroids, key_mask):
     b, h, keys, d = v.shape
     return v.new_empty(b, h, keys, dtype=torch.int32), v.new_empty(b, h, clusters, d, dtype=torch.float32)
+
+
+_group_op = define_op(
+    "group_tokens(Tensor v, int clusters, Tensor? centroids, Tensor? key_mask) -> (Tensor, Tensor)",
+    _group,
+    _fake_group,
+)
 
 
 def plain(config: VCConfig) -> VCConfig:

@@ -97,17 +97,26 @@ WARM = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import conftest, torch
-from comfyui_vc_attention.kernels import AttentionProblem, choose_kernel
-q = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16, device="cuda")
-begin = time.perf_counter()
-choose_kernel(AttentionProblem.of(q, q, q))
-print(time.perf_counter() - begin)
+q = torch.randn(1, 4, 4096, 128, dtype=torch.bfloat16, device="cuda")
+torch.cuda.synchronize()
+begin, before = time.perf_counter(), set(sys.modules)
+from comfyui_vc_attention.kernels import AttentionProblem, choose_kernel, group_tokens, vc_attention
+choice = choose_kernel(AttentionProblem.of(q, q, q))
+chosen = time.perf_counter()
+vc_attention(q, q, q, grouping=group_tokens(q, 128), kernel=choice.kernel.name)
+torch.cuda.synchronize()
+end = time.perf_counter()
+print(f"{{choice.kernel.name}}: chosen after {{chosen - begin:.3f}} s, the first output after {{end - begin:.3f}} s")
+print(sorted((set(sys.modules) - before) & {{"triton", "torch._dynamo"}}))
+print(end - begin)
 """
 
 
 def test_a_warm_start_takes_less_than_300_ms(pack_root):
+    """From torch and the card being there to the first output, in a new process; builds are in the cache."""
     program = WARM.format(tests=str(pack_root / "tests"))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    print(f"warm start: {done.stdout.strip()} s")
-    assert float(done.stdout) < 0.3
+    for _ in range(2):  # the first may build
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    print(f"warm start: {done.stdout.strip()}")
+    assert float(done.stdout.split()[-1]) < 0.3
