@@ -30,6 +30,8 @@ from .sampling_hooks import FORWARD, KEY, OVERRIDE, SamplingHooks, chain_of
 KEPT_REPORTS = 8
 
 POSITIONAL = ("heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
+# what else this pack knows the meaning of; the last is a preference among ComfyUI's own functions
+NAMED = ("low_precision_attention", "scale", "enable_gqa", "transformer_options", "preferred_attention")
 
 # Kernels that once completed a call of this dtype and head_dim on this device. Until then q, k and v are
 # kept, so that a kernel that does not start can be replaced; afterwards they go before the output exists.
@@ -48,6 +50,7 @@ class HostCall:
     low_precision: bool
     scale: float | None
     options: dict[str, Any]
+    unknown: tuple[str, ...] = ()  # arguments that ask for something that this pack does not know
 
     @classmethod
     def of(cls, args, kwargs) -> "HostCall":
@@ -62,6 +65,14 @@ class HostCall:
             low_precision=named.get("low_precision_attention") is not False,
             scale=named.get("scale"),
             options=named.get("transformer_options") or {},
+            unknown=tuple(
+                name
+                for name, value in named.items()
+                if name not in (*POSITIONAL, *NAMED)
+                and name[:1] != "_"
+                and value is not None
+                and value is not False
+            ),
         )
 
 
@@ -163,6 +174,8 @@ class AttentionOverride(Shared):
         if isinstance(layer, str):
             return Declined(layer)
         block = layer.position
+        if host.unknown:
+            return Declined(f"unknown argument {', '.join(host.unknown)}", block)
         if not forward.plan.active:
             return Declined("outside start_percent..end_percent", block)
         if block in run.settings.exact_blocks:

@@ -138,6 +138,8 @@ def test_the_log_counts_what_happened(patched, caplog):
     [
         ({"low_precision_attention": False}, "opted out by the model"),
         ({"attn_precision": torch.float32}, "asked for in float32"),
+        ({"window_of_2027": 5}, "unknown argument window_of_2027"),
+        ({"sinks": torch.zeros(2)}, "unknown argument sinks"),
         ({"mask": torch.zeros(2, 1, 96, 96)}, "a mask that differs by query"),
         ({"mask": torch.full((1, 1, 96), -2.0)}, "a mask that weighs keys"),
     ],
@@ -266,6 +268,11 @@ def test_unknown_arguments_are_passed_on(patched):
 
     patched().sample([1.0, 0.0], forward)
     assert seen["new_in_2027"] == 1 and seen["_inside_attn_wrapper"] is True
+
+
+def test_an_unknown_argument_that_asks_for_nothing_is_no_reason(patched):
+    for _, reached_host in one_call(patched(), new_in_2027=None, newer=False, _private=3):
+        assert reached_host == 0
 
 
 def test_inputs_are_not_written(patched):
