@@ -1,5 +1,7 @@
 """The node "VC-Attention Patch": MODEL in, MODEL out."""
 
+from dataclasses import replace
+
 import torch
 from comfy_api.latest import io
 
@@ -120,8 +122,9 @@ def main_inputs():
             "precision",
             options=PRECISIONS,
             default="auto",
-            tooltip="auto: 8-bit where this card can, else nothing. 4-bit: NVFP4, coarser, no fast kernel "
-            "yet. off: removes this patch and restores what was there.",
+            tooltip="auto: 8-bit where this card can, else nothing. 4-bit: NVFP4 (RTX 50), coarser; the "
+            "first and last steps, and all of a few-step schedule, stay at 8 bits. off: removes this patch "
+            "and restores what was there.",
         ),
         io.Combo.Input(
             "expcast",
@@ -244,6 +247,10 @@ def ready_settings(problem, device: torch.device, settings: PatchSettings, expli
             raise ValueError(f"VC-Attention cannot run here: {choice.reason}. {WAY_OUT}")
         say(f"not active, output is unchanged: {choice.reason}", settings.node_id)
         return choice.reason
+    if settings.hybrid:
+        edge = choose_tested(replace(problem, config=settings.edge_config), device, settings)
+        if edge.kernel is None:
+            say(f"the first and last steps keep the usual attention: {edge.reason}", settings.node_id)
     send_status(
         settings.node_id,
         "ready",

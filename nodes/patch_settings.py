@@ -1,9 +1,10 @@
 """What the node's widgets ask for, checked once."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..kernels import VCConfig
+from ..kernels.registry import kernel_named
 
 # Below this, quantizing costs more than it saves. Chosen; ComfyUI's own sparse attention starts at 12,288.
 DEFAULT_MIN_TOKENS = 8192
@@ -30,6 +31,23 @@ class PatchSettings:
             raise ValueError(
                 f"start_percent must not exceed end_percent, got {self.start_percent} and {self.end_percent}"
             )
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether 4 bits are for the middle of the schedule and 8 for its ends: unless the kernel that was
+        asked for knows 4 bits only."""
+        only_4_bit = self.kernel != "auto" and kernel_named(self.kernel).numerics == ("nvfp4",)
+        return self.config.precision == "4-bit" and not only_4_bit
+
+    @property
+    def edge_config(self) -> VCConfig:
+        """The config of a hybrid run's first and last steps, and of all steps where they are few."""
+        return replace(self.config, precision="8-bit")
+
+    @property
+    def configs(self) -> tuple[VCConfig, ...]:
+        """Every config that a run may use, apart from the tile means."""
+        return (self.config, self.edge_config) if self.hybrid else (self.config,)
 
     @property
     def shortest(self) -> int:

@@ -6,6 +6,7 @@ With CFG or data parallelism the model's own forward runs, and the override need
 """
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,12 +177,15 @@ def warm_up(model, override, ring: bool) -> None:
     """Build and run what a clip will need, here: all wait for this call, whereas NCCL waits one minute."""
     settings = override.settings
     problem = expected_problem(model, settings.config)
-    kernel = choose_kernel(problem, settings.kernel).kernel.name
     shape = (1, 1, WARM_UP_TOKENS, problem.head_dim)
     q, k, v = (torch.randn(shape, dtype=problem.dtypes[0], device=model.load_device) for _ in range(3))
     grouping = group_tokens(v, settings.config.clusters)
-    for config, order in ((settings.config, grouping), (plain(settings.config), None)):
-        vc_attention(q, k, v, config, grouping=order, kernel=kernel, return_lse=ring)
+    for config in settings.configs:
+        kernel = choose_kernel(replace(problem, config=config), settings.kernel).kernel
+        if kernel is None:
+            continue  # the steps of this config keep the usual attention
+        for used, order in ((config, grouping), (plain(config), None)):
+            vc_attention(q, k, v, used, grouping=order, kernel=kernel.name, return_lse=ring)
 
 
 def describe_patch(model, parallel: dict[str, Any]) -> str:

@@ -99,6 +99,9 @@ def head_line(report: RunReport) -> str:
 def note_lines(report: RunReport) -> list[str]:
     """What else was measured in a run, and its settings."""
     lines = []
+    precisions = report.precisions()
+    if precisions:
+        lines.append(precisions)
     if report.grouped_steps:
         lines.append(
             f"values grouped in {len(report.grouped_steps)} of {report.steps} steps, order made "

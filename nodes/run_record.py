@@ -79,6 +79,11 @@ class RunRecord:
         with self._lock:
             self.cells[step, block][what] += 1
 
+    def steps_of(self, numerics: str) -> set[int]:
+        """Steps in which a kernel computed these numerics."""
+        with self._lock:
+            return {step for (step, _), ran in self.cells.items() for what in ran if numerics in what.split()}
+
     @contextlib.contextmanager
     def timed(self, what: str, device: torch.device) -> Iterator[None]:
         """Measure what happens inside, on the device's clock; nothing waits for it."""

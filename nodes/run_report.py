@@ -42,6 +42,7 @@ class RunReport:
         self.tokens = 0  # longest sequence taken
         self.state_bytes = 0  # most that groupings held at once
         self.head_groups = 1  # most groups of heads that a call was split into, because memory was short
+        self.few_steps = False  # so few that none of them may run at 4 bits
         self.failures: dict[str, str] = {}  # kernel -> what it raised
         self.overwritten_by: str | None = None
         self.stopped = False  # by the user or by an error, before the last step
@@ -131,10 +132,22 @@ class RunReport:
                 )
             else:
                 parts.append("no step inside the grouping window")
+        precisions = self.precisions()
+        if precisions:
+            parts.append(precisions)
         if self.head_groups > 1:
             parts.append(f"memory was short: calls in up to {self.head_groups} groups of heads")
         parts += [f"{kernel} failed: {message}" for kernel, message in self.failures.items()]
         return "; ".join(parts)
+
+    def precisions(self) -> str | None:
+        """How a run of both precisions divided its steps between them; None for a run of one."""
+        if self.settings is None or not self.settings.hybrid or not self.taken:
+            return None
+        if self.few_steps:
+            return f"no 4 bits: with {self.steps} steps each counts, so all ran at 8 bits"
+        at_4_bits = len(self.record.steps_of("nvfp4"))
+        return f"4 bits in {at_4_bits} of {self.steps} steps, 8 bits in the first and the last ones"
 
     def _calls(self) -> str:
         kernels = ", ".join(f"{count:,} {name}" for name, count in self.kernels.most_common())

@@ -1,4 +1,4 @@
-"""From a sigma to a denoising step, and to what that step does: group values, or run plain, or stay exact, and
+"""From a sigma to a denoising step, and to what that step does: group values, or run plain, stay exact, and
 whether it may run at 4 bits.
 
 Plain numbers only; sigmas are read to the host by whoever calls.

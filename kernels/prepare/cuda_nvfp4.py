@@ -48,8 +48,7 @@ class Nvfp4Operands:
 def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scale, rope=None, want_lse=False):
     """Quantize one call; arguments as prepare/reference.py. Returns Nvfp4Operands.
 
-    q, k, v: [.., 128], any strides with a contiguous last dimension; offsets are 64-bit. They may come in
-    boxes, each emptied when it was read.
+    q, k, v: [.., 128], any strides with a contiguous last dimension; or boxes, emptied when they were read.
     """
     q, k, v = boxed(q), boxed(k), boxed(v)
     (batch, heads, queries, _), keys = q.peek().shape, k.peek().shape[2]
@@ -73,19 +72,16 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
             *rope_fields,
             order, key_count,
             partial, k_mean, amax,
-            *made_q, made_k, made_v, means, lse_shift,
-            *smooth,
+            *made_q, made_k, made_v, means, lse_shift, *smooth,
             queries, keys,
             heads, tiles, blocks, chunks,
             *_sign_words(),
-            softmax_scale,
-            int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
+            softmax_scale, int(recipe.rotate_qk), int(recipe.smooth_k), int(recipe.demean),
         )  # fmt: skip
 
     # each input is given up as soon as it was read, before there is memory for the next one's codes
     if recipe.smooth_k:
-        passes.of_k.launch("sum_k", (chunks, batch * heads), 256, job())
-        passes.of_k.launch("mean_k", (batch * heads,), HEAD_DIM, job())
+        passes.key_mean(job(), chunks)
     made_k = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     k_centred = empty(tiles * formats.TILE, HEAD_DIM, dtype=torch.bfloat16) if recipe.smooth_q else None
     passes.codes(passes.of_k, "codes_k", tiles, 512, job(made_k=made_k, smooth=(None, k_centred)))
@@ -101,9 +97,8 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     made_v = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     mean_dtype = torch.float16 if v_dtype == torch.float16 else torch.bfloat16
     means = empty(tiles, HEAD_DIM, dtype=mean_dtype) if recipe.demean else None
-    # the tile as it is, then its record in the same place
-    shared = formats.TILE * HEAD_DIM * v_dtype.itemsize
-    passes.codes(passes.of_v, "codes_v", tiles, 256, job(made_v=made_v, means=means), shared)
+    tile_bytes = formats.TILE * HEAD_DIM * v_dtype.itemsize
+    passes.codes(passes.of_v, "codes_v", tiles, 256, job(made_v=made_v, means=means), tile_bytes)
     v.take()
     del rope_tables  # kept until the kernels that read them were launched
     return Nvfp4Operands(
@@ -113,14 +108,18 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
 
 class _Passes:
-    """The modules of one call's inputs; holds none of its tensors."""
+    """The launches of one call; holds none of its tensors."""
 
     def __init__(self, q, k, v, rope):
         self.all_heads = q.shape[0] * q.shape[1]
         self.of_q, self.of_k, self.of_v = (load(x.dtype, q.device, rope, _is_wide(x)) for x in (q, k, v))
 
+    def key_mean(self, job, chunks):
+        self.of_k.launch("sum_k", (chunks, self.all_heads), 256, job)
+        self.of_k.launch("mean_k", (self.all_heads,), HEAD_DIM, job)
+
     def codes(self, module, kernel, blocks, threads, job, shared=0):
-        """The largest magnitude of each head, then its codes."""
+        """The largest magnitude of each head, then its codes. shared: bytes of a tile of values as it is."""
         for number in range(2):
             module.launch(kernel, (blocks, self.all_heads), threads, job, pack("i", number), shared=shared)
 

@@ -68,3 +68,19 @@ def test_the_window_is_known_from_the_second_step_on():
         sigma = shift * (1 - step / 40) / (1 + (shift - 1) * (1 - step / 40))
         schedule.plan(Position(step, step / 40, lambda sigma=sigma: sigma))
     assert [schedule.groups_at(step) for step in (0, 9, 10, 20)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("steps", "four_bit"), [(40, range(8, 32)), (20, range(4, 16)), (8, ()), (4, ())])
+def test_the_middle_may_run_at_4_bits(steps, four_bit):
+    made, schedule = plans(steps)
+    assert [plan.step for plan in made if plan.four_bit] == list(four_bit)
+    assert schedule.few_steps == (steps < 12)
+
+
+def test_the_second_expert_runs_at_4_bits_where_the_whole_would():
+    begun = share_done(0.875)
+    made, schedule = plans(20, first_sigma=0.875)
+    done = [begun + (1 - begun) * step / 20 for step in range(20)]
+    # the number of steps is known from the second on
+    assert [plan.four_bit for plan in made[1:]] == [0.2 <= share < 0.8 for share in done[1:]]
+    assert not schedule.few_steps and plans(4, first_sigma=0.875)[1].few_steps
