@@ -121,11 +121,10 @@ def runs_of(models) -> list[tuple[str, RunReport]]:
 
 def why_identical(models) -> str:
     """What the models of two clips without a difference say about it, that of clip B first."""
-    connected = [(name, model) for name, model in reversed(models) if model is not None]
-    for name, model in connected:
-        if why_not_active(model):
-            return f"VC-Attention did not run for {name}: {why_not_active(model)}"
-    for name, model in connected:
-        if not reports_of(model):
-            return f"VC-Attention did not run for {name}: no patch is active on its model"
+    (_, model_a), (_, model_b) = models
+    for clip, model in (("B", model_b), ("A", model_a)):
+        if model is not None and why_not_active(model):
+            return f"VC-Attention did not run in {clip}: {why_not_active(model)}"
+    if model_b is not None and not reports_of(model_b):
+        return "VC-Attention did not run in B: no patch is active on its model"
     return "What was to differ between them did not run"

@@ -64,6 +64,7 @@ def draw_curve(sheet: Sheet, values: Sequence[float], name: str, chosen: int) ->
     finite = [value for value in values if np.isfinite(value)]
     if len(finite) < 2:
         return
+    sheet.y += 8
     low, high, height = 10 * np.floor(min(finite) / 10), 10 * np.floor(max(finite) / 10) + 10, 60
     sheet.label(
         (MARGIN, sheet.y),

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from .report_text import machine_line, without_paths
+from .report_text import machine_line, note_lines, without_paths
 from .run_record import GROUPING, USUAL
 from .run_report import RunReport
 
@@ -170,13 +170,9 @@ def draw_run(sheet: Sheet, report: RunReport) -> None:
     draw_grid(sheet, report)
     draw_legend(sheet, report)
     draw_times(sheet, report)
-    energy = report.record.mean_energy()
-    if energy:
-        sheet.text(
-            f"tile means removed {energy[1]:.0%} of the value energy ({energy[0]:.0%} in token order)", 14
-        )
-    sheet.y += 6
     draw_errors(sheet, report)
+    for line in note_lines(report):
+        sheet.text(line, 13, FAINT)
 
 
 def report_picture(reports: Sequence[RunReport], missing: Sequence[str] = ()) -> Image.Image:

@@ -92,7 +92,8 @@ export function headline(status) {
   if (status.phase === "report") return "Click to copy this report";
   const percent = Math.floor(100 * share(status).taken);
   if (status.phase === "step") {
-    return `Step ${status.step} of ${status.steps}, values ${status.grouped ? "grouped" : "plain"}`;
+    const values = status.grouped ? "grouped" : "plain";
+    return `Step ${status.step} of ${status.steps} at ${status.precision}, values ${values}`;
   }
   return `${percent}% of the video attention at ${status.precision}, ${status.steps} steps`;
 }

@@ -38,7 +38,7 @@ def test_identical_clips_are_called_so(clips):
 def test_identical_clips_say_why_the_patch_did_not_run(clips, make_model):
     inactive = VCAttentionPatch.execute(make_model()).args[0]
     warning = identical(clips, model_a=make_model(), model_b=inactive)
-    assert "did not run for VC-Attention: every kernel needs an NVIDIA GPU, got a CPU" in warning
+    assert "did not run in B: every kernel needs an NVIDIA GPU, got a CPU" in warning
     off = VCAttentionPatch.execute(make_model(), precision="off").args[0]
     assert "precision is off" in identical(clips, model_b=off)
     assert "no patch is active on its model" in identical(clips, model_b=make_model())

@@ -28,7 +28,7 @@ const line = () => box().find("vc-attention-line").textContent;
 
 test("a step shows its number, grouped or plain, kernel and what was left", () => {
   sendStatus(STEP);
-  assert.equal(line(), "Step 3 of 20, values grouped");
+  assert.equal(line(), "Step 3 of 20 at 8-bit, values grouped");
   assert.equal(
     box().find("vc-attention-detail").textContent,
     "190 triton_int8_fp8 int8_fp8 of 200 calls; left alone: 10 kept exact by exact_blocks",
