@@ -37,7 +37,7 @@ def test_a_run_without_calls_is_a_line(finished_report):
 @pytest.mark.parametrize("steps, blocks", [(4, 1), (150, 60)])
 def test_any_number_of_steps_and_blocks_fits(make_report, steps, blocks):
     picture = report_picture([make_report(steps=steps, blocks=blocks)])
-    assert picture.height < 700
+    assert picture.height < 800
 
 
 def test_tensor_is_comfyuis_image(finished_report):

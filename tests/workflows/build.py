@@ -371,9 +371,7 @@ def longcat_t2v_wanvideowrapper(info: dict) -> dict:
         video=video["VIDEO"],
         filename_prefix="video/longcat_t2v_vc_attention",
     )
-    g.add(
-        "VCAttentionReport", (1630, 480), size=(420, 420), model=patch["model"], after=sampler["samples"]
-    )
+    g.add("VCAttentionReport", (1630, 480), size=(420, 420), model=patch["model"], after=sampler["samples"])
     g.note(note_of("longcat_t2v_wanvideowrapper"), (0, -350), (740, 280))
     return g.to_json()
 
