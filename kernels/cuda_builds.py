@@ -14,9 +14,10 @@ from .attend import (
     cuda_int8_int8,
     cuda_int8_int8_sm90,
     cuda_mma,
+    cuda_nvfp4_sm120,
 )
 from .group import cuda_kmeans
-from .prepare import cuda_sm90
+from .prepare import cuda_nvfp4, cuda_sm90
 
 GROUPING = "grouping"  # what builds are for that every row uses
 NODE_INPUTS = ("Bf16", "Fp16")  # what ComfyUI's models compute in
@@ -49,6 +50,8 @@ def builds(capability: tuple[int, int], kernel: str | None = None, everything: b
         found += hopper_builds(everything)
     if capability >= (8, 0) and capability != (10, 3):
         found += mma_builds(capability, everything)
+    if capability in cuda_nvfp4.NATIVE:
+        found += nvfp4_builds(cuda_nvfp4.arch_of(capability)[0], 0, everything)
     return [build for build in found if kernel is None or build.kernel in (kernel, GROUPING)]
 
 
@@ -110,6 +113,24 @@ def preparation_builds(arch: str, qk: int, values: int, row: str, everything: bo
         }
         shared = 128 * 128 * (4 if value_type == "float" else 2)
         yield CudaBuild(cuda_sm90.SOURCE, arch, defines(switches), 256, shared, row)
+
+
+def nvfp4_builds(arch: str, twin: int, everything: bool):
+    """twin: 1 for a card without the instructions, where tests run their software twin."""
+    row = "cuda_nvfp4_sm120"
+    for (means, f16), shift in itertools.product(((1, 0), (1, 1), (0, 0)), (1, 0)):
+        if not (shift or everything):
+            continue
+        switches = {"USE_TWIN": twin, "USE_MEANS": means, "USE_F16_MEANS": f16, "USE_SHIFT": shift}
+        source, shared = cuda_nvfp4_sm120.SOURCE, cuda_nvfp4_sm120.SHARED_BYTES
+        yield CudaBuild(source, arch, defines(switches), cuda_nvfp4_sm120.THREADS, shared, row)
+    inputs = [(value_type, 0, 1) for value_type in NODE_INPUTS]
+    if everything:
+        inputs += [("Bf16", 1, 0), ("float", 1, 1)]
+    for value_type, rope, wide in inputs:
+        switches = {"USE_TWIN": twin, "INPUT": value_type, "USE_ROPE": rope, "USE_WIDE": wide}
+        shared = 128 * 128 * (4 if value_type == "float" else 2)
+        yield CudaBuild(cuda_nvfp4.SOURCE, arch, defines(switches), 512, shared, row)
 
 
 def hopper_attend(source: Path, switches: dict, row: str) -> CudaBuild:
