@@ -42,8 +42,11 @@ def import_that_fails(monkeypatch, module, error):
 )
 def test_i03_the_true_import_error_is_the_reason(monkeypatch, error):
     import_that_fails(monkeypatch, "triton", error)
-    choice = choose_kernel(replace(ROW, capability=(8, 9)))
+    row = replace(ROW, capability=(8, 9))
+    choice = choose_kernel(row, "triton_int8_int8")
     assert choice.kernel is None and f"needs Triton ({error})" in choice.reason
+    if cuda_build.why_no_build() is None:
+        assert choose_kernel(row).kernel.name == "cuda_int8_int8"
 
 
 def test_i04_a_kernel_for_another_architecture_is_refused_before_any_launch():
@@ -58,7 +61,8 @@ def test_i05_every_capability_gets_a_kernel_or_a_reason(monkeypatch, capability)
     if capability < (8, 0):
         assert choice.kernel is None and f"got sm_{capability[0]}{capability[1]}" in choice.reason
     else:
-        assert choice.kernel.name.startswith("triton")  # and the node tests it there before it uses it
+        # and the node tests it there before it uses it
+        assert choice.kernel.name.startswith(("cuda_int8_int8", "triton"))
 
 
 def test_i09_kernels_are_built_one_at_a_time(monkeypatch, tmp_path):

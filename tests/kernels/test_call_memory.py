@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_vc_attention.kernels import KERNELS, TokenGrouping, VCConfig, attend_call, dispatch, prepare_call
-from comfyui_vc_attention.kernels.attend import cuda_int8_fp8_sm90
+from comfyui_vc_attention.kernels.attend import cuda_int8_fp8_sm90, cuda_mma
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.operands import AttentionProblem, Box, new_output
 from comfyui_vc_attention.kernels.prepare import cuda_sm90
@@ -108,10 +108,11 @@ class NoLaunch:
 @pytest.fixture
 def only_host_code(monkeypatch):
     """GPU kernels choose themselves on a CPU, allocate as ever, and launch nothing."""
-    for module in (cuda_sm90, cuda_int8_fp8_sm90):
+    for module in (cuda_sm90, cuda_int8_fp8_sm90, cuda_mma):
         monkeypatch.setattr(module, "load_module", lambda *args: NoLaunch())
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     if triton_is_here():
         from comfyui_vc_attention.kernels.attend import triton_int8_fp8, triton_int8_int8
         from comfyui_vc_attention.kernels.prepare import triton_qk, triton_values
