@@ -22,6 +22,10 @@ class Stages(NamedTuple):
     attend: Callable
 
 
+# Kernels compile for these cards, and nobody has told of a test on one.
+EXPERIMENTAL_CARDS = ((10, 0), (10, 3))
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """One way to run VC-Attention: what it computes, how it is loaded, when it applies."""

@@ -8,6 +8,7 @@ import torch
 
 from ..kernels import KERNELS
 from ..kernels.device_record import record_of
+from ..kernels.registry import EXPERIMENTAL_CARDS
 from .pack_version import pack_version
 from .run_record import GROUPING, USUAL
 from .run_report import RunReport
@@ -47,8 +48,10 @@ def record_lines() -> list[str]:
     """What the self-tests on this card found: why auto takes the kernel it takes."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return []
-    record = record_of(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-    entries = record.entries(spec.name for spec in KERNELS)
+    capability = torch.cuda.get_device_capability()
+    entries = record_of(torch.cuda.get_device_name(), capability).entries(spec.name for spec in KERNELS)
+    if capability in EXPERIMENTAL_CARDS and not entries:
+        return ["  experimental: the kernels are compiled for such cards, and were never tested on this one"]
     return [f"  {name}: {entry.summary}" for name, entry in entries.items()]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_vc_attention.kernels import KERNELS, AttentionProblem, VCConfig, choose_kernel
+from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.registry import joined, kernel_named, load_grouping
 
 NAMES = [spec.name for spec in KERNELS]
@@ -70,11 +71,29 @@ def test_rocm_is_named():
     assert "got an AMD GPU" in choose_kernel(replace(H100, device_type="rocm", capability=None)).reason
 
 
-def test_4_bit_has_no_automatic_kernel_yet(monkeypatch):
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3)])
+def test_4_bit_runs_only_where_the_card_multiplies_4_bits(monkeypatch, capability):
     with_triton(monkeypatch)
-    problem = replace(H100, config=VCConfig("4-bit"))
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: None)
+    problem = replace(H100, config=VCConfig("4-bit"), capability=capability)
     assert choose_kernel(problem).kernel is None
+    got = f"got sm_{capability[0]}{capability[1]}"
+    refused = choose_kernel(problem, "cuda_nvfp4_sm120")
+    assert refused.kernel is None and got in refused.reason and "4-bit tensor cores" in refused.reason
     assert choose_kernel(problem, "reference").recipe.numerics == "nvfp4"
+
+
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_4_bit_on_consumer_blackwell(monkeypatch, capability):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: None)
+    problem = replace(H100, config=VCConfig("4-bit"), capability=capability)
+    choice = choose_kernel(problem)
+    assert choice.kernel.name == "cuda_nvfp4_sm120"
+    assert choice.recipe == Recipe("nvfp4", rotate_qk=False, smooth_q=True)
+    eight = choose_kernel(replace(problem, config=VCConfig()), "cuda_nvfp4_sm120")
+    assert eight.kernel is None and "computes nvfp4, asked for 8-bit" in eight.reason
+    small = replace(problem, q_shape=(1, 2, 256, 64), k_shape=(1, 2, 256, 64))
+    assert "needs head_dim 128, got 64" in choose_kernel(small, "cuda_nvfp4_sm120").reason
 
 
 def test_an_explicit_kernel_that_cannot_run_says_why(monkeypatch):

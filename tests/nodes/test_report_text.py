@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, device_record
+from comfyui_vc_attention.kernels.registry import EXPERIMENTAL_CARDS
 from comfyui_vc_attention.nodes.pack_version import pack_version
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.report_text import report_text, without_paths
@@ -62,15 +63,41 @@ def test_failures_are_cleaned_too(report):
     assert "ann" not in text.split("! ")[1].splitlines()[0] and "x.so" in text
 
 
-def test_the_report_says_what_the_self_test_on_this_card_found(finished_report, tmp_path, monkeypatch):
-    card = ("NVIDIA GeForce RTX 4090", (8, 9))
-    monkeypatch.setattr(device_record, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(device_record, "_memory", {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: card[0])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: card[1])
+@pytest.fixture
+def on_card(tmp_path, monkeypatch):
+    """on_card(name, capability): its record, which holds nothing, on a machine that seems to have it."""
+
+    def be(*card):
+        monkeypatch.setattr(device_record, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(device_record, "_memory", {})
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: card[0])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: card[1])
+        return device_record.record_of(*card)
+
+    return be
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_datacenter_blackwell_is_experimental_until_a_self_test_ran_there(
+    finished_report, on_card, capability, pack_root
+):
+    record = on_card("NVIDIA B200", capability)
+    assert "experimental: the kernels are compiled for such cards" in report_text([finished_report])
+    record.save(device_record.Entry("triton_fp8_fp8", "passed"))
+    text = report_text([finished_report])
+    assert "experimental" not in text and "triton_fp8_fp8: tested on this card" in text
+    assert f"UNSEEN = {EXPERIMENTAL_CARDS}" in (pack_root / "install.py").read_text(encoding="utf-8")
+
+
+def test_other_cards_are_not_experimental(finished_report, on_card):
+    on_card("NVIDIA H200", (9, 0))
+    assert "experimental" not in report_text([finished_report])
+
+
+def test_the_report_says_what_the_self_test_on_this_card_found(finished_report, on_card):
     speeds = [device_record.Speed(32768, 10.0, 25.0, 12.0)]
-    record = device_record.record_of(*card)
+    record = on_card("NVIDIA GeForce RTX 4090", (8, 9))
     record.save(device_record.Entry("triton_int8_int8", "passed", speeds=speeds, min_tokens=4096))
     record.save(device_record.Entry("triton_int8_fp8", "failed", "failed its self-test on this card"))
     text = report_text([finished_report])
