@@ -18,6 +18,9 @@ KEY = "vc_attention"  # of our wrappers and callbacks on a model
 OVERRIDE = "optimized_attention_override"  # ComfyUI's one slot for attention
 RUN = "vc_attention_run"  # in transformer_options during a run
 FORWARD = "vc_attention_forward"  # in transformer_options during one call of the model
+COMPILED_BEFORE = (
+    "a graph that torch.compile made before this node was there (restart ComfyUI to make a new one)"
+)
 
 
 def chain_of(override) -> Iterator[object]:
@@ -148,7 +151,10 @@ def replaced_by(guider, override) -> str | None:
     if forwards:
         return f"{name_of(patches[forwards[0]])} on {forwards[0]}"
     replaced = guider.model_options.get("transformer_options", {}).get("patches_replace", {}).get("dit", {})
-    return name_of(next(iter(replaced.values()))) if replaced else None
+    if replaced:
+        return name_of(next(iter(replaced.values())))
+    # compile nodes drop the guard that would tell a model with an override from one without
+    return COMPILED_BEFORE if "torch_compile_kwargs" in guider.model_options else None
 
 
 def name_of(function) -> str:

@@ -205,14 +205,6 @@ def test_a_model_function_wrapper_as_teacache_has_one(load_tiny, patch, watch, s
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_x05_torch_compile_keeps_the_schedule_moving(load_tiny, patch, sampling, caplog, kind, ours_first):
     """TorchCompileModel drops every guard on transformer_options: whatever is traced from there is frozen."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-
-    def compiled(model):
-        model = model.clone()
-        set_torch_compile_wrapper(model, "eager", options={"guard_filter_fn": skip_torch_compile_dict})
-        return model
-
     plain = sampling.sample(patch(load_tiny(kind)), steps=8, kind=kind)
     expected = said(caplog)
     model = compiled(patch(load_tiny(kind))) if ours_first else patch(compiled(load_tiny(kind)))
@@ -222,6 +214,43 @@ def test_x05_torch_compile_keeps_the_schedule_moving(load_tiny, patch, sampling,
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     sampling.sample(model, steps=4, kind=kind)  # X05: other steps and another run compile nothing new
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def compiled(model):
+    """TorchCompileModel, with a backend that only traces."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    model = model.clone()
+    set_torch_compile_wrapper(model, "eager", options={"guard_filter_fn": skip_torch_compile_dict})
+    return model
+
+
+@pytest.fixture
+def fresh_graphs():
+    """A graph serves all models of its class: none from before, and none for the tests after this one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+def test_a_model_compiled_before_us_keeps_its_graph_and_we_say_so(load_tiny, patch, sampling, caplog):
+    """The host drops the guards on transformer_options, so a graph without override serves a model with one."""
+    model = load_tiny()
+    exact = sampling.sample(compiled(model), steps=1)
+    assert sampling.equal(sampling.sample(compiled(patch(model)), steps=1), exact)
+    assert "received 0 calls: a graph that torch.compile made before this node was there" in said(caplog)
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+def test_a_model_compiled_with_us_runs_without_us_afterwards(load_tiny, patch, sampling, caplog):
+    model = load_tiny()
+    sampling.sample(compiled(patch(model)), steps=1)
+    assert f"{BLOCKS} of {BLOCKS * 2} calls low-bit" in said(caplog)
+    without = sampling.sample(compiled(model), steps=1)
+    torch._dynamo.reset()
+    assert sampling.equal(without, sampling.sample(compiled(model), steps=1))
 
 
 @pytest.mark.parametrize("schedule", ["standard_static", "standard_uniform"])
