@@ -76,9 +76,10 @@ def test_it_holds_what_users_need_and_no_tests(archive):
 def test_workflows_lie_flat_with_a_thumbnail_each(archive):
     files = [name for name in archive.namelist() if name.startswith("workflows/")]
     assert not [name for name in files if name.count("/") > 1]
-    graphs = {name[:-5] for name in files if name.endswith(".json")}
-    own = {name for name in graphs if "raylight" not in name}  # two GPUs and a third party's nodes
-    assert own <= {name[:-4] for name in files if name.endswith(".jpg")}
+    graphs, pictures = (
+        {name.removesuffix(end) for name in files if name.endswith(end)} for end in (".json", ".jpg")
+    )
+    assert graphs == pictures
 
 
 def test_it_is_small(archive):
