@@ -1,10 +1,12 @@
 """A Wan-14B-shaped or MiniMax-H3-shaped model in ComfyUI's own sampler: time of a step, of attention, peak.
 
-usage: COMFYUI_PATH=/path/to/ComfyUI python tests/bench/bench_wan.py [wan | h3] [--blocks 4] [--json FILE]
+usage: COMFYUI_PATH=/path/to/ComfyUI python tests/bench/bench_wan.py [wan | h3] [--blocks 4] [--compile]
+    [--json FILE]
 
 Real widths and clip, a few blocks, random bf16 weights, one condition, euler. A whole model's time is
 extrapolated from the time inside the blocks. Every attention function is timed and watched by the same code,
-on the GPU's clock. Runs in ComfyUI's Python. "grouped" is a step inside the grouping window.
+on the GPU's clock. Runs in ComfyUI's Python. "grouped" is a step inside the grouping window. --compile asks
+instead what the graph break at every attention costs under TorchCompileModel.
 """
 
 import argparse
@@ -96,12 +98,14 @@ class Event:
 class Watch:
     """Around every forward, its blocks and its self-attention calls: events and peaks of memory."""
 
-    def __init__(self, model, attention=None):
+    def __init__(self, model, attention=None, forwards_only=False):
         """attention: (func, q, k, v, ...) -> out, or None for what the model has."""
         self.model = model.clone()
+        self.forwards_only = forwards_only
         options = self.model.model_options.setdefault("transformer_options", {})
         self._vc_previous = attention or options.get(OVERRIDE)
-        options[OVERRIDE] = self
+        if not forwards_only:
+            options[OVERRIDE] = self
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "bench", self.forward)
         self.forwards, self.calls, self.inside, self.peaks, self.call_peaks = [], [], [], [], []
         self.count, self.tokens = [], 0
@@ -111,7 +115,8 @@ class Watch:
         torch.cuda.reset_peak_memory_stats()
         self.peak, before = 0, len(self.calls)
         held = torch.cuda.memory_allocated()
-        with self.blocks_timed(), Event() as event:
+        blocks = contextlib.nullcontext() if self.forwards_only else self.blocks_timed()
+        with blocks, Event() as event:
             out = executor(*args, **kwargs)
         torch.cuda.synchronize()
         self.peaks.append(max(self.peak, torch.cuda.max_memory_allocated()) - held)
@@ -244,6 +249,25 @@ def measure(kind, blocks):
     return rows
 
 
+def measure_compiled(kind, blocks):
+    """ms of a step, eager and compiled by TorchCompileModel, without us and with us."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    sampling, model, rows = loaded("sampling"), build(kind, blocks), {}
+    for name, made in {"usual": model, "patched": patched(model, grouping_window=0.0)}.items():
+        for mode in ("eager", "compiled"):
+            watch = Watch(made, forwards_only=True)
+            if mode == "compiled":
+                filtered = {"guard_filter_fn": skip_torch_compile_dict}
+                set_torch_compile_wrapper(watch.model, "inductor", options=filtered)
+            run(watch, kind, sampling, 4)
+            rows[f"{name} {mode}"] = statistics.median(event.ms for event in watch.forwards[1:])
+    saved = [rows[f"{name} eager"] - rows[f"{name} compiled"] for name in ("usual", "patched")]
+    print(rows, f"compiling saves {saved[0]:.1f} ms of the usual step, {saved[1]:.1f} of the patched one")
+    return rows
+
+
 def row_of(name, watch, first, last, blocks, kind):
     row = {"name": name, "tokens": watch.tokens, **watch.steps(first, last)}
     row["share"] = row["attention_ms"] / row["step_ms"]
@@ -288,8 +312,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", nargs="?", choices=SHAPES, default="wan")
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(ARGUMENTS)
+    if options.compile:
+        measure_compiled(options.kind, options.blocks)
+        return
     rows = measure(options.kind, options.blocks)
     print(markdown(rows, options.kind, options.blocks))
     if options.json:

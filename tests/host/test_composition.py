@@ -236,7 +236,7 @@ def fresh_graphs():
 
 @pytest.mark.usefixtures("fresh_graphs")
 def test_a_model_compiled_before_us_keeps_its_graph_and_we_say_so(load_tiny, patch, sampling, caplog):
-    """The host drops the guards on transformer_options, so a graph without override serves a model with one."""
+    """The host drops the guards on transformer_options: one graph serves models with and without override."""
     model = load_tiny()
     exact = sampling.sample(compiled(model), steps=1)
     assert sampling.equal(sampling.sample(compiled(patch(model)), steps=1), exact)
