@@ -359,11 +359,9 @@ def main(given: list[str]) -> None:
             troubles, built, tested = try_kernels(torch, card, chosen.all, chosen.retest)
             building, testing = building + built, testing + tested
         print("\n".join([*troubles, *kernel_lines(torch, card)]))
-    seconds = time.perf_counter() - begin
-    print(
-        f"This took {seconds:.1f} s: {ready - begin:.1f} s until torch and the cards were there, "
-        f"{building:.1f} s building, {testing:.1f} s testing and timing."
-    )
+    spent = f"This took {time.perf_counter() - begin:.1f} s, {ready - begin:.1f} s of it for torch to start"
+    kernels = f", {building:.1f} s building, {testing:.1f} s testing and timing" if building + testing else ""
+    print(f"{spent}{kernels}.")
 
 
 if __name__ == "__main__":

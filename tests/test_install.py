@@ -31,7 +31,7 @@ def run(script, before="pass", arguments=(), **environment):
     """stdout of install.py in a process of its own, after some Python of the test's."""
     command = [sys.executable, "-c", RUNNER.format(before=before), str(script), *arguments]
     environment = {"CUDA_VISIBLE_DEVICES": "", **environment}  # a card would be tested, for minutes
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -319,9 +319,9 @@ def test_a_line_for_each_kernel_and_the_time_of_all(install, one_kernel, kept, c
     install.main([])
     out = capsys.readouterr().out
     assert "trying triton_int8_int8 on NVIDIA GeForce RTX 4090 ... passed: tested and timed in 2.5 s" in out
-    assert re.search(r"This took [\d.]+ s: .* 2\.0 s building, 2\.5 s testing and timing\.\n$", out)
+    assert re.search(r"This took [\d.]+ s, .* start, 2\.0 s building, 2\.5 s testing and timing\.\n$", out)
     install.main([])
-    assert "0.0 s building, 0.0 s testing and timing." in capsys.readouterr().out
+    assert re.search(r"This took [\d.]+ s, [\d.]+ s of it for torch to start\.\n$", capsys.readouterr().out)
 
 
 def test_a_kernel_that_auto_never_takes_is_tried_only_with_all(install, two_kernels, capsys):
@@ -433,10 +433,10 @@ def test_i10_this_command_is_quoted_where_paths_have_spaces(install, monkeypatch
 
 def test_dry_run_shows_and_compiles_what_another_card_would_get(install, pack_root):
     pytest.importorskip("triton")
-    out = run(pack_root / "install.py", arguments=("--dry-run", "--arch", "sm_120"), PATH="")
-    assert "Kernels that a card, sm_120 would get, compiled here:" in out
-    assert "builds, up to" in out and "does not compile" not in out
-    assert "auto takes triton_int8_int8" in out
+    out = run(pack_root / "install.py", arguments=("--dry-run", "--arch", "sm_86"), PATH="")
+    assert "Kernels that a card, sm_86 would get, compiled here:" in out
+    assert "functions, up to" in out and "does not compile" not in out
+    assert "auto takes cuda_int8_int8" in out or "no NVRTC found" in out
 
 
 def test_dry_run_without_a_card_asks_for_one(install, monkeypatch, capsys):

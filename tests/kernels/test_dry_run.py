@@ -20,6 +20,7 @@ def test_what_the_compiler_raises_goes_to_the_caller(monkeypatch):
     def fails(*one):
         raise CudaBuildError("a.cu does not build")
 
+    dry_run._cubin.cache_clear()
     monkeypatch.setattr(dry_run, "why_no_build", lambda: None)
     monkeypatch.setattr(dry_run, "compile_cubin", fails)
     with pytest.raises(CudaBuildError, match=r"a\.cu does not build"):
