@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -93,7 +94,24 @@ def test_archive_has_what_users_need(archive):
 
 
 def test_every_cuda_source_is_in_the_archive(archive, tracked):
-    assert {name for name in tracked() if name.endswith((".cu", ".cuh"))} <= archive
+    assert {name for name in tracked("kernels") if name.endswith((".cu", ".cuh"))} <= archive
+
+
+def test_the_registrys_tool_finds_nothing_unsafe(pack_root):
+    """The rules that comfy-cli checks a whole checkout by before it publishes."""
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--select",
+        "S102,S307,E702",
+        ".",
+    ]
+    done = subprocess.run(command, cwd=pack_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_readme_stays_short_and_links_exist(read, pack_root):

@@ -10,7 +10,7 @@ from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.formats import EXPCAST_OFFSET, LOG2E
 from comfyui_vc_attention.kernels.prepare.cuda_sm90 import largest_scales
 
-from .compiled import SERIALISED, packed_size, report, struct_size
+from .compiled import SERIALISED, constant, packed_size, report, struct_size
 
 reason = cuda_build.why_no_build()
 builds = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -34,7 +34,7 @@ def test_host_and_device_agree_on_the_layout():
     constants = dict(re.findall(r"constexpr int (\w+) = ([^;]+);", frame))
     for name, expression in constants.items():
         if name not in ("KEY_RECORD", "VALUE_RECORD"):
-            constants[name] = int(eval(expression.replace("/", "//"), {}, constants))
+            constants[name] = constant(expression, constants)
     assert constants["SHARED_BYTES"] == cuda_int8_fp8_sm90.SHARED_BYTES <= 227 * 1024
     assert constants["THREADS"] == cuda_int8_fp8_sm90.THREADS
     assert constants["BLOCK_ROWS"] == cuda_int8_fp8_sm90.BLOCK_ROWS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfyui_vc_attention.kernels.attend import cuda_int8_fp8_sm89, cuda_int8_int8, cuda_mma
 
-from .compiled import packed_size, struct_size
+from .compiled import constant, packed_size, struct_size
 from .mma_fragments import (
     G,
     T,
@@ -118,7 +118,7 @@ def test_host_and_device_agree_on_the_layout(module):
     known |= {"HEAD_DIM": 128} | dict(re.findall(r"constexpr int (\w+) = ([^;]+);", FRAME))
     for name, expression in known.items():
         # in the order of the sources, but VALUE_RECORD comes first
-        known[name] = int(eval(str(expression).replace("/", "//"), {}, known))
+        known[name] = constant(expression, known)
         if name == "SHARED_BYTES":
             break
     assert known["SHARED_BYTES"] == module.SHARED_BYTES <= 99 * 1024

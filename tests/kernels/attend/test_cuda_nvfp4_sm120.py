@@ -9,7 +9,7 @@ from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.cuda_builds import builds
 from comfyui_vc_attention.kernels.prepare import cuda_nvfp4
 
-from .compiled import packed_size, report, struct_size
+from .compiled import constant, packed_size, report, struct_size
 
 reason = cuda_build.why_no_build()
 needs_nvrtc = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -59,7 +59,7 @@ def test_host_and_device_agree():
     )
     values = {}
     for name, expression in found.items():
-        values[name] = int(eval(expression, {}, values))
+        values[name] = constant(expression, values)
     assert values["TILE_RECORD"] == cuda_nvfp4.TILE_RECORD
     assert values["STAGES"] * values["SLOT"] == cuda_nvfp4_sm120.SHARED_BYTES <= 99 * 1024
     assert values["THREADS"] == cuda_nvfp4_sm120.THREADS and values["UNIT"] == cuda_nvfp4_sm120.UNIT
