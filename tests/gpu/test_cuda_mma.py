@@ -4,6 +4,7 @@ import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, vc_attention
 from comfyui_vc_attention.kernels.attend import cuda_int8_fp8_sm89, cuda_int8_int8
+from comfyui_vc_attention.kernels.attend import cuda_mma as attend_mma
 from comfyui_vc_attention.kernels.attend import reference as attend_reference
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.cuda_builds import MMA_FP8_CARDS
@@ -184,6 +185,22 @@ def test_no_value_overflows(recipe, spread, size):
     assert out.isfinite().all()
     exact = (v.float() / size).mean(2, keepdim=True)
     assert ((out / size - exact).abs() < 0.02).all()
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.numerics == "int8_int8"], ids=name)
+def test_older_cards_ways_give_the_same(recipe):
+    """Packing by f16's smallest steps and polling barriers, as sm_80 and sm_86 do."""
+    q, k, v = sample("clustered", (1, 2, 300, 128), 1001)
+    operands = cuda_mma.prepare(q, k, v, recipe, **scaled(q))
+    switches = {
+        "USE_MEANS": recipe.demean,
+        "USE_F16_MEANS": False,
+        "USE_F16_PACK": True,
+        "USE_TRY_WAIT": False,
+    }
+    source, shared = cuda_int8_int8.SOURCE, cuda_int8_int8.SHARED_BYTES
+    older = attend_mma.run(operands, source, "attend_u8s8", switches, shared, 1.0)[0]
+    assert torch.equal(older, cuda_int8_int8.attend(operands)[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES[::3], ids=name)

@@ -13,8 +13,10 @@
 #include "mma_frame.cuh"
 
 // The float conversion to f16 rounds x * 2^-24 to an integer number of f16's smallest steps, whose bits are that
-// integer: two conversions and a byte permutation pack four. From sm_89 on one instruction packs two.
+// integer: two conversions and a byte permutation pack four. From sm_89 on one instruction packs two. (A test sets it.)
+#ifndef USE_F16_PACK
 #define USE_F16_PACK (__CUDA_ARCH__ < 890)
+#endif
 constexpr float STEP = USE_F16_PACK ? 5.9604644775390625e-8f : 1.f;
 
 // Four probabilities in units of STEP, rounded to bytes

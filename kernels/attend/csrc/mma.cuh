@@ -78,8 +78,12 @@ DEVICE void arrive_with_copies(u32 bar) {
 DEVICE void arrive(u32 bar) {
   asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state,[%0];}" ::"r"(bar) : "memory");
 }
+// USE_TRY_WAIT: waiting that suspends the warp; older cards ask again and again. (A test sets it.)
+#ifndef USE_TRY_WAIT
+#define USE_TRY_WAIT (__CUDA_ARCH__ >= 900)
+#endif
 DEVICE void wait_phase(u32 bar, u32 parity) {
-#if __CUDA_ARCH__ >= 900
+#if USE_TRY_WAIT
   barrier_wait(bar, parity);
 #else
   asm volatile("{.reg .pred p; WAIT: mbarrier.test_wait.parity.shared.b64 p,[%0],%1; @p bra DONE; bra WAIT;"

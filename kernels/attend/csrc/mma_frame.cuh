@@ -66,6 +66,12 @@ DEVICE Place place_of(const Call& call) {
   asm volatile("mov.u32 %0,%%ctaid.x;" : "=r"(index));
   return Place{index / call.blocks, index % call.blocks};
 }
+// The same of this thread: what is worked out of it is worked out again in every tile.
+DEVICE int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));
+  return thread;
+}
 // Where a head's records lie. In shared memory: in registers they would stand through the loop for one use a tile.
 struct Source {
   const char *k, *v, *means;
@@ -146,7 +152,10 @@ struct Block {
 
   // Of the 8 tiles that j is one of
   DEVICE u32 means(int j) const { return shared + MEANS_AT + j / MEAN_TILES % 2 * MEAN_BYTES; }
-  DEVICE u32 q_address() const { return a_address(shared + Q_AT + threadIdx.x / 32 * 2048, threadIdx.x & 31); }
+  DEVICE u32 q_address() const {
+    const int thread = thread_now();
+    return a_address(shared + Q_AT + thread / 32 * 2048, thread & 31);
+  }
   // Factor of this lane's row g; that of g + 8 is 32 bytes further
   DEVICE u32 q_scales() const { return shared + Q_SCALES_AT + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 4; }
 };
