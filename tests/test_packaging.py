@@ -121,6 +121,14 @@ def test_readme_stays_short_and_links_exist(read, pack_root):
         assert (pack_root / target).exists(), target
 
 
+def test_readme_links_lead_somewhere_in_the_archive(read, archive):
+    """But for the one section about what only a git checkout has."""
+    text, _, _ = read("README.md").partition("### In a git checkout")
+    targets = re.findall(r"\]\((?!http)([^)#]+)", text)
+    assert "kernels/README.md" in targets and not set(targets) - archive
+    assert not re.search(r"tests/|bench_attend|CONTRIBUTING", text)
+
+
 def test_readme_starts_with_the_two_commands_and_the_node_name(read):
     first_screen = "\n".join(read("README.md").splitlines()[:50])
     for words in ("python dev.py demo", "python dev.py test", "VC-Attention Patch", "python install.py"):
