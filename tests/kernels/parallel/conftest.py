@@ -17,14 +17,11 @@ NEEDED = {"yunchang": ("yunchang",), "xdit": ("xfuser", "yunchang"), "diffusers"
 class Outcome:
     """What both ranks returned for every case of ranks.py, and the truth to compare with."""
 
-    def __init__(self, by_rank):
-        spec = importlib.util.spec_from_file_location("ranks", RANKS)
-        ranks = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(ranks)
+    def __init__(self, ranks, by_rank):
         self.by_rank, self.config = by_rank, VCConfig(clusters=ranks.CLUSTERS)
         self.inputs = ranks.inputs()
         self.exact = exact_attention(*self.inputs)[0]
-        self.grouping = group_tokens(self.inputs[2], ranks.CLUSTERS)
+        self.grouping = group_tokens(self.inputs[2], self.config.clusters_for(ranks.TOKENS))
 
     def one_process(self, **options):
         """The same attention in this process."""
@@ -38,6 +35,15 @@ class Outcome:
 
     def error(self, case):
         return relative_l2(self.output(case), self.exact)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """ranks.py as a module, for its sizes and inputs."""
+    spec = importlib.util.spec_from_file_location("ranks", RANKS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +68,9 @@ def installed(engine):
 
 
 @pytest.fixture(scope="session", params=list(NEEDED))
-def outcome(request):
+def outcome(request, ranks):
     """Each engine's Outcome; skips where the engine is not installed."""
     if not installed(request.param):
         pytest.skip(f"needs {' and '.join(NEEDED[request.param])} (pip install --no-deps)")
     folder = request.getfixturevalue("folder")
-    return Outcome([torch.load(folder / f"{request.param}{rank}.pt") for rank in range(2)])
+    return Outcome(ranks, [torch.load(folder / f"{request.param}{rank}.pt") for rank in range(2)])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parents[2]
-RANKS, TOKENS, HEADS, D, CLUSTERS = 2, 288, 4, 64, 8
+RANKS, TOKENS, HEADS, D, CLUSTERS = 2, 720, 4, 64, 4  # six tiles are worth four clusters
 
 
 def name_the_checkout():
@@ -135,11 +135,11 @@ class XDiT:
 class Diffusers:
     """diffusers' attention dispatch under context parallelism; tensors are [B, L, H, D]."""
 
-    def degrees(self, ulysses, ring):
+    def degrees(self, ulysses, ring, **anything):
         from diffusers import ContextParallelConfig
         from diffusers.models._modeling_parallel import ParallelConfig
 
-        context = ContextParallelConfig(ulysses_degree=ulysses, ring_degree=ring)
+        context = ContextParallelConfig(ulysses_degree=ulysses, ring_degree=ring, **anything)
         mesh = dist.device_mesh.init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
         self.config = ParallelConfig(context_parallel_config=context)
         self.config.setup(dist.get_rank(), RANKS, torch.device("cpu"), mesh=mesh)
@@ -153,6 +153,23 @@ class Diffusers:
             out = dispatch_attention_fn(*heads_last, parallel_config=self.config)
         assert not declined
         return out.transpose(1, 2)
+
+    def uneven(self):
+        """diffusers' ways for head counts and lengths that the ranks do not divide: this rank's queries."""
+        q, k, v = (x[:, :3, :-1] for x in inputs())
+        half = TOKENS // 2
+        shard = [x[:, :, :half] if dist.get_rank() == 0 else x[:, :, half:] for x in (q, k, v)]
+        made = {}
+        for case, degrees in (
+            ("ulysses", {"ulysses": RANKS, "ring": 1, "ulysses_anything": True}),
+            ("ring", {"ulysses": 1, "ring": RANKS, "ring_anything": True}),
+        ):
+            self.degrees(**degrees)
+            sharded = attention()
+            if case == "ulysses":
+                sharded.begin_forward(step=0, grouped=True)
+            made[f"uneven, {case}"] = self.run(sharded, *shard)
+        return made
 
     def models(self):
         """Outputs of a whole tiny Wan transformer: alone, and split by diffusers' own context parallelism."""
@@ -217,7 +234,10 @@ def results(engine):
     assert not in_window.groupings
     for change in ("base 2", "missing mean"):
         made[f"ring, {change}"] = whole(engine.run(spoiled(attention(), change), *shard))
-    return made | engine.models() if hasattr(engine, "models") else made
+    for more in ("uneven", "models"):
+        if hasattr(engine, more):
+            made |= getattr(engine, more)()
+    return made
 
 
 def main(folder, rank, *engines):

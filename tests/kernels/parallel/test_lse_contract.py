@@ -113,8 +113,9 @@ def test_absent_keys_are_left_out(attend, qkv):
     mask = torch.arange(KEYS, device=DEVICE)[None] < 130
     out, lse = attend(q, k, v, key_mask=mask)
     short_out, short_lse = attend(q, k[:, :, :130], v[:, :, :130])
-    assert out.equal(short_out)
-    assert lse.equal(short_lse)
+    # sums over a tile and over a part of it may be added in another order
+    assert relative_l2(out, short_out) < (1e-6 if DTYPE is torch.float32 else 1e-4)
+    assert (lse - short_lse).abs().max() < 1e-5
 
 
 @every_kernel

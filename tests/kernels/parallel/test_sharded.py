@@ -1,12 +1,17 @@
 """Every engine with two processes on a CPU, and the state that its calls share."""
 
+import importlib.util
+
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
 from comfyui_vc_attention.kernels.parallel.sharded import ShardedAttention, refuse
-from comfyui_vc_attention.kernels.testing import energy_removed, relative_l2, sample_qkv
+from comfyui_vc_attention.kernels.testing import energy_removed, exact_attention, relative_l2, sample_qkv
 
 MERGE_BOUND = 1.1  # of the error of one process: a shard's scales fit its own keys
+needs_diffusers = pytest.mark.skipif(
+    importlib.util.find_spec("diffusers") is None, reason="needs diffusers (pip install --no-deps)"
+)
 
 
 def test_ulysses_finds_the_order_of_one_process(outcome):
@@ -34,6 +39,34 @@ def test_ring_groups_nothing(outcome):
 def test_wrong_log_sum_exp_is_caught(outcome, fault):
     alone = relative_l2(outcome.one_process(), outcome.exact)
     assert outcome.error(f"ring, {fault}") > 5 * alone
+
+
+@needs_diffusers
+def test_a_whole_model_under_diffusers_own_context_parallelism(folder):
+    """WanTransformer3DModel.enable_parallelism with two processes; text attention stays where it was."""
+    for rank in range(2):
+        made = torch.load(folder / f"diffusers{rank}.pt")
+        alone = made["model, alone"]
+        assert relative_l2(made["model, ulysses"], alone) < 1e-6
+        assert relative_l2(made["model, ring"], alone) < 1e-3
+        assert all(made[f"model, {way}, declined"] == {"cross-attention": 2} for way in ("ulysses", "ring"))
+
+
+@needs_diffusers
+def test_heads_and_tokens_that_two_ranks_do_not_divide(folder, ranks):
+    """diffusers' ulysses_anything and ring_anything: three heads, 719 tokens."""
+    by_rank = [torch.load(folder / f"diffusers{rank}.pt") for rank in range(2)]
+    q, k, v = (x[:, :3, :-1] for x in ranks.inputs())
+    config = VCConfig(clusters=ranks.CLUSTERS)
+    grouping = group_tokens(v, config.clusters_for(v.shape[2]))
+    one = vc_attention(q, k, v, config, grouping=grouping, kernel="reference")
+    ulysses, ring = (
+        torch.cat([made[f"uneven, {way}"] for made in by_rank], 2) for way in ("ulysses", "ring")
+    )
+    assert relative_l2(ulysses, one) < 1e-6
+    exact = exact_attention(q, k, v)[0]
+    alone = relative_l2(vc_attention(q, k, v, config, kernel="reference"), exact)
+    assert relative_l2(ring, exact) < MERGE_BOUND * alone
 
 
 def test_shards_have_less_in_common_than_the_whole():
