@@ -140,7 +140,8 @@ def triton_is_here():
 
 HEADS, TOKENS = 40, 4096  # what the small tensors weigh per token does not depend on the length
 UNIT = HEADS * TOKENS * 128 * 2  # bytes of q
-GPU_KERNELS = [spec.name for spec in KERNELS if spec.name != "reference"]
+# 4 bits keep the centred keys in 16 (N2), 1.0 of these units more: they are under no limit here
+GPU_KERNELS = [spec.name for spec in KERNELS if spec.name != "reference" and "nvfp4" not in spec.numerics]
 every_gpu_kernel = pytest.mark.parametrize("name", GPU_KERNELS)
 
 
