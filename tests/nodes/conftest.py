@@ -250,6 +250,18 @@ def wan_video():
     return load_beside("wan_video_stand_in")
 
 
+@pytest.fixture(scope="session")
+def raylight_stand_in():
+    """The stand-in for Raylight's attention slot: add_slot()."""
+    return load_beside("raylight_stand_in")
+
+
+@pytest.fixture(scope="session")
+def raylight_actor():
+    """A Raylight worker for Ray: RayWorker."""
+    return load_beside("raylight_actor")
+
+
 def load_beside(name):
     """A module of this folder, which is no package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

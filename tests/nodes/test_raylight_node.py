@@ -1,8 +1,6 @@
-"""The Raylight nodes: with fake actors, and with two real Ray actors where Ray is installed."""
+"""The Raylight nodes with fake actors; test_raylight_ray.py has real ones."""
 
-import importlib.util
 import sys
-import textwrap
 import types
 from concurrent.futures import Future
 
@@ -140,67 +138,3 @@ def test_a_pack_that_does_not_load_is_said(monkeypatch):
     sys.modules["nodes"].load_custom_node = load_custom_node
     with pytest.raises(RuntimeError, match="could not load /somewhere/else"):
         patch_function("/somewhere/else", {}, 1)(None)
-
-
-# What a Raylight worker has of ComfyUI, for a real Ray actor: nodes.load_custom_node, and a model.
-WORKER_SIDE = '''
-import asyncio, importlib.util, os, sys
-
-async def load_custom_node(path):
-    """As ComfyUI does it: by path, under a name made of the path, then its entry point."""
-    name = path.replace(".", "_x_")
-    spec = importlib.util.spec_from_file_location(name, os.path.join(path, "__init__.py"))
-    sys.modules[name] = pack = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pack)
-    await pack.comfy_entrypoint()
-    return True
-'''
-
-
-@pytest.fixture
-def two_ray_actors(tmp_path, pack_root, monkeypatch):
-    """Two real Ray actors on this machine's CPU, with stand-ins for ComfyUI and a fake model each."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # or it writes a token into the home folder
-    ray = pytest.importorskip("ray")
-    monkeypatch.chdir(tmp_path)  # Ray puts the working folder on the actors' path: ComfyUI's, in real life
-    (tmp_path / "nodes.py").write_text(textwrap.dedent(WORKER_SIDE))
-    conftest = str(pack_root / "tests" / "nodes" / "conftest.py")
-    environment = {"PYTHONPATH": str(tmp_path), "RAY_DEDUP_LOGS": "0"}
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
-        object_store_memory=100 * 2**20, _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": environment},
-    )  # fmt: skip
-
-    class RayWorker:
-        def __init__(self):
-            spec = importlib.util.spec_from_file_location("stand_ins", conftest)
-            stand_ins = importlib.util.module_from_spec(spec)
-            sys.modules["stand_ins"] = stand_ins
-            spec.loader.exec_module(stand_ins)
-            self.model = stand_ins.FakeModel()
-
-        def get_parallel_dict(self):
-            return {"ulysses_degree": 1, "ring_degree": 1, "cfg_degree": 2}
-
-        def model_function_runner(self, function):
-            self.model = function(self.model)
-
-        def model_function_runner_get_values(self, function):
-            return function(self.model)
-
-    try:
-        yield {"workers": [ray.remote(num_cpus=1)(RayWorker).remote() for _ in range(2)]}
-    finally:
-        ray.shutdown()
-
-
-def test_crosses_to_real_ray_actors(two_ray_actors, caplog):
-    caplog.set_level("INFO", "vc_attention")
-    VCAttentionPatchRaylight.execute(two_ray_actors, **WIDGETS)
-    assert "rank 0: Wan: reference\nrank 1: Wan: reference" in said(caplog)
-    _, text = VCAttentionReportRaylight.execute(two_ray_actors).args
-    assert text.count("0 calls, because it has not sampled since the patch") == 2
-    with pytest.raises(ValueError, match="VC-Attention cannot run here"):
-        VCAttentionPatchRaylight.execute(two_ray_actors, kernel="triton_int8_fp8")

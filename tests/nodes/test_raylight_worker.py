@@ -1,10 +1,10 @@
 """The patch inside a Raylight worker, against Raylight's slot: its own where installed, else a stand-in."""
 
-import contextlib
 import importlib
 import importlib.util
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -26,58 +26,14 @@ ULYSSES, CFG = {"ulysses_degree": 2, "ring_degree": 1}, {"ulysses_degree": 1, "c
 TOKENS, HEADS, D = 200, 2, 64
 
 
-def stand_in():
-    """What Raylight documents: two functions on a clone's options, and a dispatcher around its attention."""
-    slot = types.ModuleType(SLOT)
-    active = []
-
-    def with_options(model, change):
-        clone = model.clone()
-        options = dict(clone.model_options["transformer_options"])
-        change(options)
-        clone.model_options = {**clone.model_options, "transformer_options": options}
-        return clone
-
-    slot.set_inner_attention = lambda model, inner: with_options(model, lambda o: o.update({INNER: inner}))
-    slot.clear_inner_attention = lambda model: with_options(model, lambda o: o.pop(INNER, None))
-
-    class InnerAttentionDispatcher:
-        def __init__(self, attention):
-            usual = attention.ring_attn_fn
-
-            def dispatch(q, k, v, *args, **kwargs):
-                if not active or active[-1] is None:
-                    return usual(q, k, v, *args, **kwargs)
-                inner, options = active[-1]
-                dense = lambda q, k, v, **kw: usual(q, k, v, *args, **kw)  # noqa: E731
-                return inner(dense, q, k, v, transformer_options=options, **kwargs)
-
-            attention.ring_attn_fn = dispatch
-
-        @contextlib.contextmanager
-        def scope(self, inner, options):
-            active.append(None if inner is None else (inner, options))
-            yield
-            active.pop()
-
-    slot.InnerAttentionDispatcher = InnerAttentionDispatcher
-    return slot
-
-
 @pytest.fixture(
     params=[False, True] if HAS_RAYLIGHT else [False], ids=["stand-in", "raylight"][: 1 + HAS_RAYLIGHT]
 )
-def slot(request, monkeypatch):
+def slot(request, monkeypatch, raylight_stand_in):
     """Raylight's module of inner attentions."""
     if request.param:
         return importlib.import_module(SLOT)
-    made = stand_in()
-    names = SLOT.split(".")
-    for end in range(1, len(names)):
-        monkeypatch.setitem(sys.modules, ".".join(names[:end]), types.ModuleType(names[end - 1]))
-    monkeypatch.setitem(sys.modules, SLOT, made)
-    sys.modules[".".join(names[:-1])].inner_attention = made
-    return made
+    return raylight_stand_in.add_slot(partial(monkeypatch.setitem, sys.modules))
 
 
 def exact(q, k, v, scale=None):
