@@ -154,6 +154,22 @@ def test_wan_in_the_wrapper_takes_its_self_attention(network_class):
     assert all(torch.equal(a, b) for a, b in zip(exact, sample(Patcher(network), steps=4), strict=True))
 
 
+def test_the_report_node_takes_a_model_of_the_wrapper_and_tells_its_run(network_class):
+    from comfy_execution.validation import validate_node_input
+    from comfyui_vc_attention.nodes.report_node import VCAttentionReport, reports_of
+    from comfyui_vc_attention.nodes.report_text import report_text
+
+    socket = VCAttentionReport.define_schema().inputs[0].get_io_type()
+    assert all(validate_node_input(kind, socket) for kind in ("MODEL", "WANVIDEOMODEL"))
+    assert not validate_node_input("RAY_ACTORS", socket)
+    model, finished = patched(build(network_class, width=256, heads=2, blocks=2))
+    assert reports_of(model) == []
+    sample(model, steps=4)
+    assert reports_of(model.clone()) == list(finished)
+    text = report_text(finished)
+    assert "Wan (WanVideoWrapper), 4 steps" in text and "16 of 16 video attention calls taken" in text
+
+
 @pytest.mark.parametrize(("condition_frames", "calls"), [(0, 1), (1, 2)])
 def test_longcat_in_the_wrapper_takes_squares_and_rectangles(longcat, condition_frames, calls):
     arguments = {"longcat_num_cond_latents": condition_frames}
