@@ -1,6 +1,7 @@
 """The report of finished runs as text: for people, for bug reports, without paths and user names."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from .run_record import GROUPING, USUAL
 from .run_report import RunReport
 
 WORST_BLOCKS = 5
+MOST_SPANS = 12  # of steps or blocks that something else ran in; chosen, a line that can still be read
 
 # everything of a path up to its last separator; Windows folder names may hold spaces
 WINDOWS_PATH = r"[A-Za-z]:[\\/][^\"'\n|<>*?]*[\\/]"
@@ -99,6 +101,28 @@ def head_line(report: RunReport) -> str:
     return f"{report.model_name}, {report.steps} steps, up to {report.tokens:,} tokens: {share}"
 
 
+def spans(report: RunReport, axis: int) -> str:
+    """What ran in each step (axis 0) or block (1): "1-5 kernel, grouped; 6-20 kernel". Steps count from 1."""
+    ran: dict[int, Counter[str]] = {}
+    for cell, counts in report.record.cells.items():
+        ran.setdefault(cell[axis], Counter()).update(counts)
+    parts: list[tuple[int, int, str]] = []
+    for place in sorted(ran):
+        what = " and ".join(name for name, _ in ran[place].most_common())
+        if axis == 0 and place in report.grouped_steps:
+            what += ", grouped"
+        if parts and parts[-1][1:] == (place - 1, what):
+            parts[-1] = (parts[-1][0], place, what)
+        else:
+            parts.append((place, place, what))
+    first = 1 - axis
+    told = [
+        (f"{begin + first}" if begin == end else f"{begin + first}-{end + first}") + f" {what}"
+        for begin, end, what in parts[:MOST_SPANS]
+    ]
+    return "; ".join(told + (["..."] if len(parts) > MOST_SPANS else []))
+
+
 def note_lines(report: RunReport) -> list[str]:
     """What else was measured in a run, and its settings."""
     lines = []
@@ -137,6 +161,7 @@ def run_lines(report: RunReport) -> list[str]:
         head_line(report),
         *([f"! {warning}"] if warning else ()),
         *(f"  {what:<{width}}  {calls:>{calls_width}}  {time}".rstrip() for what, calls, time in rows),
+        *([f"  steps: {spans(report, 0)}", f"  blocks: {spans(report, 1)}"] if report.record.cells else ()),
         *(f"  {line}" for line in note_lines(report)),
     ]
 

@@ -38,6 +38,23 @@ def test_report_tells_machine_calls_times_energy_and_settings(report):
         assert part in text
 
 
+def test_steps_and_blocks_are_told_in_spans(report, make_report):
+    text = report_text([report])
+    kernel = "triton_int8_fp8 int8_fp8"
+    assert f"  steps: 1 {kernel}, grouped; 2-3 {kernel}\n" in text and f"  blocks: 0 {kernel}\n" in text
+    text = report_text([make_report(steps=20, blocks=40)])
+    assert f"  blocks: 0 kept exact by exact_blocks; 1-39 {kernel}\n" in text
+    assert f"  steps: 1-5 {kernel} and kept exact by exact_blocks, grouped; 6-20 " in text
+
+
+def test_many_spans_are_cut(make_report):
+    report = make_report(steps=60, blocks=2)
+    for step in range(0, 60, 2):
+        report.record.add(step, 1, "something else")
+    (line,) = [line for line in report_text([report]).splitlines() if line.startswith("  steps:")]
+    assert line.endswith("; ...") and line.count(";") == 12
+
+
 def test_two_runs_share_one_machine_line(report):
     assert report_text([report, report]).count("torch ") == 1
 

@@ -10,11 +10,11 @@ const [url, folder, ...chosen] = process.argv.slice(2);
 const workflow = (name) => JSON.parse(fs.readFileSync(path.join(folder, `${name}.json`), "utf8"));
 const nodeOf = (graph, type) => graph.nodes.find((node) => node.type === type);
 
-/** The comparison, short, with a seed of its own so that nothing comes from the cache. */
+/** The comparison, short and without guidance, with a seed of its own so that nothing comes from the cache. */
 function comparison(seed, steps = 3) {
   const graph = workflow("compare_sample");
   for (const node of graph.nodes.filter((each) => each.type === "KSampler")) {
-    [node.widgets_values[0], node.widgets_values[2]] = [seed, steps];
+    [node.widgets_values[0], node.widgets_values[2], node.widgets_values[3]] = [seed, steps, 1.0];
   }
   return graph;
 }
@@ -58,6 +58,7 @@ async function search_and_run(page) {
         return node;
       };
       const node = app.graph.nodes.find((each) => each.type === "VCAttentionPatch") ?? make("VCAttentionPatch", 400);
+      node.pos = [400, 0];
       const names = ["kernel", "min_tokens", "clusters"];
       for (const widget of node.widgets) if (names.includes(widget.name)) widget.value = values[widget.name];
       const model = make("VCAttentionSample", 0);
@@ -77,6 +78,7 @@ async function search_and_run(page) {
   );
   await fit(page);
   const { seen, entry, boxes } = await watchedRun(page);
+  await fit(page);
   await shot(page, "searched_and_run");
   return { offered, added, lines: seen.map((box) => box.line), levels: seen.map((box) => box.level), boxes,
     status: entry.status.status_str };
@@ -125,9 +127,15 @@ async function not_active(page) {
   const graph = comparison(105);
   nodeOf(graph, "VCAttentionPatch").widgets_values[10] = "auto"; // no kernel runs on a CPU by itself
   await load(page, graph);
-  const { boxes } = await watchedRun(page);
+  const { boxes, entry } = await watchedRun(page);
   await shot(page, "not_active");
-  return { boxes };
+  return { boxes, outputs: Object.values(entry.outputs).flatMap((output) => output.vc_attention_report ?? []) };
+}
+
+/** ComfyUI's progress text on the patch. */
+async function ownText(page) {
+  return page.evaluate(() => window.app.graph.nodes.find((node) => node.type === "VCAttentionPatch")
+    .widgets.filter((widget) => widget.name.startsWith("$$")).map((widget) => widget.value));
 }
 
 async function switched_off(page) {
@@ -136,10 +144,28 @@ async function switched_off(page) {
   await set(false);
   await load(page, comparison(106));
   const { boxes, entry } = await watchedRun(page);
-  const own_text = await page.evaluate(() => window.app.graph.nodes.find((node) => node.type === "VCAttentionPatch")
-    .widgets.filter((widget) => widget.name.startsWith("$$")).map((widget) => widget.value));
+  const own_text = await ownText(page);
   await shot(page, "switched_off");
   await set(true);
+  return { boxes, own_text, status: entry.status.status_str };
+}
+
+/** A browser that does not get our script: ComfyUI's own text is left. */
+async function script_missing(page) {
+  await page.route("**/vc_attention.js*", (route) => route.abort());
+  const reload = async () => {
+    await page.reload();
+    await page.waitForFunction(() => window.app?.graph && window.app.extensionManager && window.app.canvas);
+    await page.waitForTimeout(2000);
+  };
+  await reload();
+  await load(page, comparison(107));
+  const { boxes, entry } = await watchedRun(page);
+  const own_text = await ownText(page);
+  await shot(page, "script_missing");
+  await page.unroute("**/vc_attention.js*");
+  await reload();
+  page.problems.splice(0, Infinity, ...page.problems.filter((text) => !text.includes("ERR_FAILED")));
   return { boxes, own_text, status: entry.status.status_str };
 }
 
@@ -193,7 +219,7 @@ async function pack_disabled(page) {
 }
 
 const SCENARIOS = { from_templates, search_and_run, compare_and_copy, both_renderers, bypassed, not_active, switched_off,
-  every_workflow, pack_disabled };
+  script_missing, every_workflow, pack_disabled };
 const answers = {};
 const page = await open(url, { width: 1700, height: 1000 });
 for (const name of chosen) {
