@@ -179,13 +179,24 @@ def warm_up(model, override, ring: bool) -> None:
     problem = expected_problem(model, settings.config)
     shape = (1, 1, WARM_UP_TOKENS, problem.head_dim)
     q, k, v = (torch.randn(shape, dtype=problem.dtypes[0], device=model.load_device) for _ in range(3))
-    grouping = group_tokens(v, settings.config.clusters)
+    grouping = None  # as in a ring
+    for clusters in () if ring else cluster_counts(settings):
+        grouping = group_tokens(v, clusters, group_tokens(v, clusters))
     for config in settings.configs:
         kernel = choose_kernel(replace(problem, config=config), settings.kernel).kernel
         if kernel is None:
             continue  # the steps of this config keep the usual attention
         for used, order in ((config, grouping), (plain(config), None)):
             vc_attention(q, k, v, used, grouping=order, kernel=kernel.name, return_lse=ring)
+
+
+def cluster_counts(settings) -> list[int]:
+    """What calls of a clip may be grouped into: as many as the settings say, or for few keys halves of it."""
+    fewest = settings.config.clusters_for(settings.shortest)
+    counts = [settings.config.clusters]
+    while counts[-1] > fewest:
+        counts.append(counts[-1] // 2)
+    return counts
 
 
 def describe_patch(model, parallel: dict[str, Any]) -> str:

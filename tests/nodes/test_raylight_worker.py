@@ -226,16 +226,30 @@ def test_failing_shard_is_replaced_by_the_engines_own(in_a_ring, make_model, sam
     assert "reference" in report_of(model).failures
 
 
-def test_kernels_are_built_inside_the_patch(make_model, slot, monkeypatch):
+@pytest.mark.parametrize("ring", [False, True])
+def test_kernels_are_built_inside_the_patch(make_model, slot, monkeypatch, ring):
     built = []
     monkeypatch.setattr(raylight_worker, "vc_attention", lambda *a, **options: built.append((a[3], options)))
-    patch_worker(make_model(), WIDGETS, ring_degree=2)
+    patch_worker(make_model(), WIDGETS, ring_degree=1 + ring)
     (window, grouped), (after, ungrouped) = built
     assert (window.demean, after.demean) == (True, False)
-    assert grouped["grouping"] is not None
+    assert (grouped["grouping"] is None) == ring  # in a ring nothing is grouped
     assert ungrouped["grouping"] is None
     assert {options["kernel"] for _, options in built} == {"reference"}
-    assert all(options["return_lse"] for _, options in built)
+    assert all(options["return_lse"] is ring for _, options in built)
+
+
+def test_every_number_of_clusters_is_built_inside_the_patch(make_model, slot, monkeypatch):
+    """Short clips get fewer clusters, for which Triton builds other kernels."""
+    made, group_tokens = [], raylight_worker.group_tokens
+
+    def recorded(v, clusters, previous=None):
+        made.append((clusters, previous is not None))
+        return group_tokens(v, clusters, previous)
+
+    monkeypatch.setattr(raylight_worker, "group_tokens", recorded)
+    patch_worker(make_model(), {**WIDGETS, "clusters": 64, "min_tokens": 4096})
+    assert made == [(count, warm) for count in (64, 32, 16) for warm in (False, True)]
 
 
 def test_a_kernel_that_does_not_start(make_model, slot, monkeypatch):
