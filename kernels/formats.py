@@ -15,6 +15,7 @@ INT8_MAX = 127.0
 UINT8_MAX = 255.0
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 E2M1_MAX = 6.0
+E2M1_BELOW = 4.0  # the value below: as a group's largest it leaves finer steps for the others
 NVFP4_MAX = E4M3_MAX * E2M1_MAX  # 2688: largest value of a code times a microscale
 V_FP8_MAX = 224.0  # V is scaled to half of E4M3, so that |v - mean| <= 2 amax cannot saturate
 

@@ -166,11 +166,20 @@ def values_fp8(v, means, mean_dtype, key_count):
 def microscaled(x, g):
     """N2: x [..., n] with n % 16 == 0 and g broadcastable to [...]: (E2M1 codes, E4M3 microscales)."""
     groups = x.unflatten(-1, (-1, MICRO))
-    g = g[..., None]
-    sigma = formats.to_e4m3(groups.abs().amax(-1) / (formats.E2M1_MAX * g))
-    step = sigma.to(x.dtype) * g
-    scaled = torch.where(step[..., None] > 0, groups / step[..., None], 0.0)
-    return formats.to_e2m1(scaled).flatten(-2), sigma
+    codes, sigma, error = _microscaled_at(groups, g[..., None], formats.E2M1_MAX)
+    other_codes, other_sigma, other_error = _microscaled_at(groups, g[..., None], formats.E2M1_BELOW)
+    better = other_error < error
+    sigma = torch.where(better, other_sigma.view(torch.uint8), sigma.view(torch.uint8))
+    codes = torch.where(better[..., None], other_codes, codes)
+    return codes.flatten(-2), sigma.view(torch.float8_e4m3fn)
+
+
+def _microscaled_at(groups, g, top):
+    """Codes and scales that put the largest of each group [..., 16] at top, and the squares they leave."""
+    sigma = formats.to_e4m3(groups.abs().amax(-1) / (top * g))
+    step = (sigma.to(groups.dtype) * g)[..., None]
+    codes = formats.to_e2m1(torch.where(step > 0, groups / step, 0.0))
+    return codes, sigma, (groups - formats.from_e2m1(codes, groups.dtype) * step).square().sum(-1)
 
 
 def _nvfp4_global(x):

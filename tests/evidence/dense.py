@@ -38,6 +38,7 @@ class Numerics:
     demean: bool = False
     rotate_v: bool = False
     global_scale: bool = True  # nvfp4: one float32 scale a head beside the microscales
+    two_scales: bool = False  # nvfp4: of Q, K and V, the better of the largest at 6 and at 4 (N2)
 
 
 def weights_and_values(q, k, v, numerics, order=None, scale=None):
@@ -80,7 +81,7 @@ def scores(q, k, numerics, scale):
         beside, q = means @ k.transpose(-1, -2), q - means
     if numerics.rotate_qk:
         q, k = rotate(q), rotate(k)
-    q = rounded_rows(q, numerics.qk, numerics.q_group, numerics.global_scale)
+    q = rounded_rows(q, numerics.qk, numerics.q_group, numerics.global_scale, numerics.two_scales)
     k = _lanes(k, numerics, rounded_rows)
     return (q @ k.transpose(-1, -2) + beside) * (scale * LOG2E)
 
@@ -88,21 +89,23 @@ def scores(q, k, numerics, scale):
 def _lanes(k, numerics, rounding):
     """K rounded by groups, the keys of each block of 4 groups put lane by lane first if asked for."""
     if not numerics.k_lanes:
-        return rounding(k, numerics.qk, numerics.k_group, numerics.global_scale)
+        return rounding(k, numerics.qk, numerics.k_group, numerics.global_scale, numerics.two_scales)
     block, length = 4 * numerics.k_group, k.shape[2]
     place = torch.arange(-(-length // block) * block, device=k.device).view(-1, block // 8, 4, 2)
     listed = place.transpose(1, 2).flatten()
     padded = torch.nn.functional.pad(k, (0, 0, 0, len(listed) - length))
-    made = rounding(padded[:, :, listed], numerics.qk, numerics.k_group, numerics.global_scale)
+    made = rounding(
+        padded[:, :, listed], numerics.qk, numerics.k_group, numerics.global_scale, numerics.two_scales
+    )
     return made[:, :, listed.argsort()][:, :, :length]
 
 
-def rounded_rows(x, kind, group, global_scale=True):
+def rounded_rows(x, kind, group, global_scale=True, two_scales=False):
     """x [B, H, L, D] as quantized with one scale per group of rows."""
     if kind == "exact":
         return x
     if kind == "nvfp4":
-        return nvfp4(x, global_scale)
+        return nvfp4(x, global_scale, two_scales)
     groups = in_tiles(x, group or x.shape[2])
     made = rounded(groups, groups.abs().amax((3, 4), keepdim=True), kind)
     return made.flatten(2, 3)[:, :, : x.shape[2]]
@@ -116,16 +119,21 @@ def rounded(x, amax, kind, top=None):
     return cast(x / scale).float() * scale
 
 
-def nvfp4(x, global_scale=True):
+def nvfp4(x, global_scale=True, two_scales=False):
     """x [B, H, ..., n] with n % 16 == 0 in E2M1 with E4M3 scales of 16 elements (N1, N2)."""
     g = torch.ones((), device=x.device)
     if global_scale:
         amax = x.abs().amax(tuple(range(2, x.ndim)), keepdim=True)[..., None]
         g = torch.where(amax > 0, amax / formats.NVFP4_MAX, 1.0)
     groups = x.unflatten(-1, (-1, formats.MICRO))
-    step = formats.to_e4m3(groups.abs().amax(-1, keepdim=True) / (formats.E2M1_MAX * g)).float() * g
-    codes = formats.to_e2m1(torch.where(step > 0, groups / step, 0.0))
-    return (formats.from_e2m1(codes) * step).flatten(-2)
+    tops = (formats.E2M1_MAX, formats.E2M1_BELOW) if two_scales else (formats.E2M1_MAX,)
+    made = []
+    for top in tops:
+        step = formats.to_e4m3(groups.abs().amax(-1, keepdim=True) / (top * g)).float() * g
+        codes = formats.to_e2m1(torch.where(step > 0, groups / step, 0.0))
+        made.append(formats.from_e2m1(codes) * step)
+    errors = torch.stack([(x - groups).square().sum(-1) for x in made])
+    return torch.where((errors[-1] < errors[0])[..., None], made[-1], made[0]).flatten(-2)
 
 
 def probabilities(t, numerics):
@@ -172,7 +180,8 @@ def values(v, numerics):
     elif numerics.v == "exact":
         made = residual
     elif numerics.v == "nvfp4":
-        made = nvfp4(in_tiles(residual).transpose(-1, -2), numerics.global_scale).transpose(-1, -2)
+        tiles = in_tiles(residual).transpose(-1, -2)
+        made = nvfp4(tiles, numerics.global_scale, numerics.two_scales).transpose(-1, -2)
         made = made.flatten(2, 3)[:, :, :length]
     else:
         made = _scaled_values(residual, residual if numerics.v_scale_of_residual else x, numerics)

@@ -52,7 +52,7 @@ FP8 = Recipe("int8_fp8", expcast=True)
 FP8_EXP = Recipe("int8_fp8", expcast=False)
 INT8 = Recipe("int8_int8")
 ALL_FP8 = Recipe("fp8_fp8", expcast=True)
-NVFP4 = Recipe("nvfp4", rotate_qk=False)
+NVFP4 = Recipe("nvfp4", rotate_qk=False, smooth_q=True)
 RECIPES = {"int8_fp8 + ExpCast": FP8, "int8_fp8": FP8_EXP, "int8_int8": INT8, "fp8_fp8 + ExpCast": ALL_FP8,
            "nvfp4": NVFP4}  # fmt: skip
 ORDERS = ("sequence", "cube", "grouped", "uncapped", "warm", "balanced")
@@ -63,8 +63,10 @@ DENSE_FP8 = Numerics(p="expcast", v="e4m3", v_top=224.0, v_scale_of_residual=Fal
 DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True, exact_sum=True, exact_mass=True)
 INT8_CODE_MASS = replace(DENSE_INT8, exact_sum=False, exact_mass=False)
 DENSE_NVFP4 = Numerics(
-    qk="nvfp4", q_group=WHOLE, k_group=WHOLE, rotate_qk=False, p="nvfp4", v="nvfp4", demean=True
-)
+    qk="nvfp4", q_group=WHOLE, k_group=WHOLE, smooth_q=True, rotate_qk=False, p="nvfp4", v="nvfp4",
+    two_scales=True, demean=True,
+)  # fmt: skip
+NVFP4_AT_6 = replace(DENSE_NVFP4, two_scales=False)
 
 
 def order_refusal(order):
@@ -112,8 +114,10 @@ def variants():
         (f"{int8}, one V scale per channel, no means", replace(bare, v_group=WHOLE), "sequence"),
         (f"{int8}, QK exact", replace(DENSE_INT8, qk="exact"), "grouped"),
         (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
-        (f"{fp4}, Q smoothed", replace(DENSE_NVFP4, smooth_q=True), "grouped"),
-        (f"{fp4}, Q smoothed, no means", replace(DENSE_NVFP4, smooth_q=True, demean=False), "sequence"),
+        (f"{fp4}, Q not smoothed", replace(DENSE_NVFP4, smooth_q=False), "grouped"),
+        (f"{fp4}, largest always at 6", NVFP4_AT_6, "grouped"),
+        (f"{fp4}, largest always at 6, no means", replace(NVFP4_AT_6, demean=False), "sequence"),
+        (f"{fp4}, mass exact", replace(DENSE_NVFP4, exact_sum=True, exact_mass=True), "grouped"),
     ]  # fmt: skip
     rows += [
         (f"{int8}, mass of the codes", INT8_CODE_MASS, order) for order in ("sequence", "cube", "grouped")

@@ -15,7 +15,7 @@ AS_STAGES = {
     "int8_int8": (Recipe("int8_int8"), DENSE_INT8),
     "int8_fp8 + ExpCast": (Recipe("int8_fp8", expcast=True), DENSE_FP8),
     "int8_fp8": (Recipe("int8_fp8"), replace(DENSE_FP8, p="e4m3")),
-    "nvfp4": (Recipe("nvfp4", rotate_qk=False), DENSE_NVFP4),
+    "nvfp4": (Recipe("nvfp4", rotate_qk=False, smooth_q=True), DENSE_NVFP4),
 }
 
 

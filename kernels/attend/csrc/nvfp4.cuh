@@ -64,12 +64,11 @@ DEVICE u32 pack_e2m1(const float (&x)[8]) {
   return d;
 }
 
-#if USE_TWIN
+// Twice the value of the lowest code
 DEVICE int e2m1_doubled(u32 code) {
   const int magnitude = (int)(0x0C08060403020100ull >> 8 * (code & 7)) & 15;
   return code & 8 ? -magnitude : magnitude;
 }
-#endif
 // d += a b, 16 x 8 over 64 codes. Order of the twin's sum: d first, then the groups of 16 in ascending order. A
 // group's sum is exact, so that is one rounding a group.
 template <int SA, int SB>

@@ -115,18 +115,27 @@ DEVICE void raise_amax(float x, float* amax) {
   for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
   if ((threadIdx.x & 31) == 0) atomicMax((int*)amax, __float_as_int(x));
 }
-// N2 over 16 numbers whose largest magnitude is amax: the scale's byte; inverse: what to multiply the numbers by
-DEVICE u32 microscale(float amax, float g, float& inverse) {
-  const u32 code = pack_ue4m3(amax / (6.f * g), 0.f, 0.f, 0.f) & 0xFF;
-  const float step = ue4m3_value(code) * g;
-  inverse = step > 0.f ? 1.f / step : 0.f;
-  return code;
+DEVICE float largest(const float* x, int n) {
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < n; i++) amax = fmaxf(amax, fabsf(x[i]));
+  return amax;
 }
-DEVICE u32 scaled_codes(const float* x, float inverse) {
+// The two scales of N2 for 16 numbers whose largest magnitude is amax: it becomes a 6, or a 4. byte 0 and 1
+DEVICE u32 microscales(float amax, float g) { return pack_ue4m3(amax / (6.f * g), amax / (4.f * g), 0.f, 0.f); }
+// Eight numbers' codes at a scale; what they leave of the numbers goes on top of error, squared
+DEVICE u32 codes_at(const float* x, u32 scale, float g, float& error) {
+  const float step = ue4m3_value(scale) * g, inverse = step > 0.f ? 1.f / step : 0.f, half = 0.5f * step;
   float y[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) y[i] = x[i] * inverse;
-  return inverse > 0.f ? pack_e2m1(y) : 0;
+  const u32 codes = step > 0.f ? pack_e2m1(y) : 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float rest = fmaf(-half, (float)e2m1_doubled(codes >> 4 * i), x[i]);
+    error = fmaf(rest, rest, error);
+  }
+  return codes;
 }
 // A lane's words of a row, word i channels 32 i + 8 lane to + 7, and in every lane the row's scale words of two steps
 DEVICE void quantize_row(const float (&x)[32], float g, u32 (&words)[4], u32 (&scales)[2]) {
@@ -134,12 +143,15 @@ DEVICE void quantize_row(const float (&x)[32], float g, u32 (&words)[4], u32 (&s
   u32 bytes[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    float amax = 0.f, inverse;
-#pragma unroll
-    for (int n = 0; n < 8; n++) amax = fmaxf(amax, fabsf(x[8 * i + n]));
+    float amax = largest(x + 8 * i, 8), errors[2] = {0.f, 0.f};
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    bytes[i] = microscale(amax, g, inverse);
-    words[i] = scaled_codes(x + 8 * i, inverse);
+    const u32 both = microscales(amax, g);
+    const u32 six = codes_at(x + 8 * i, both, g, errors[0]), four = codes_at(x + 8 * i, both >> 8, g, errors[1]);
+#pragma unroll
+    for (float& error : errors) error += __shfl_xor_sync(~0u, error, 1);
+    const bool better = errors[1] < errors[0];
+    bytes[i] = (better ? both >> 8 : both) & 0xFF;
+    words[i] = better ? four : six;
   }
 #pragma unroll
   for (int step = 0; step < 2; step++) {
@@ -230,23 +242,25 @@ DEVICE void residuals(float (&x)[32], float mean, int keys) {
 #pragma unroll
   for (int k = 0; k < 32; k++) x[k] = k < keys ? x[k] - mean : 0.f;
 }
-DEVICE float largest(const float* x, int n) {
-  float amax = 0.f;
-#pragma unroll
-  for (int i = 0; i < n; i++) amax = fmaxf(amax, fabsf(x[i]));
-  return amax;
-}
 // 32 keys from 32 a of a channel into the record
 DEVICE void store_channel(char* record, int channel, int a, const float (&x)[32], float g) {
   const int octant = channel / 8, column = channel % 8;
   u32 bytes = 0;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float inverse;
-    bytes |= microscale(largest(x + 16 * half, 16), g, inverse) << 8 * half;
+    const u32 both = microscales(largest(x + 16 * half, 16), g);
+    float errors[2] = {0.f, 0.f};
+    u32 codes[2][2];
 #pragma unroll
-    for (int t = 2 * half; t < 2 * half + 2; t++)
-      ((u32*)record)[(octant * 32 + 4 * column + t) * 4 + a] = scaled_codes(x + 8 * t, inverse);
+    for (int which = 0; which < 2; which++)
+#pragma unroll
+      for (int t = 0; t < 2; t++)
+        codes[which][t] = codes_at(x + 16 * half + 8 * t, both >> 8 * which, g, errors[which]);
+    const bool better = errors[1] < errors[0];
+    bytes |= ((better ? both >> 8 : both) & 0xFF) << 8 * half;
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+      ((u32*)record)[(octant * 32 + 4 * column + 2 * half + t) * 4 + a] = better ? codes[1][t] : codes[0][t];
   }
   u16* packed = (u16*)(record + TILE_CODES + (4 * column + octant % 4) * 32 + octant / 4 * 8);
   packed[a] = bytes;
