@@ -271,7 +271,7 @@ def choose_kernel(problem: AttentionProblem, name: str = "auto", *, untested: bo
         choice = match(kernel_named(name), problem, exact=True)
         entry = known(problem, name) if choice.kernel else None
         return Choice(None, f"{name}: {entry.why_not}") if entry and entry.why_not else choice
-    refusals = []
+    refusals, beside_the_point = [], []
     for spec in KERNELS:
         if not spec.automatic(problem):
             continue
@@ -279,9 +279,11 @@ def choose_kernel(problem: AttentionProblem, name: str = "auto", *, untested: bo
         refusal = _record_refuses(spec, problem, untested) if choice.kernel else None
         if choice.kernel and not refusal:
             return choice
-        refusals.append(f"{spec.name}: {refusal}" if refusal else choice.reason)
+        fits = resolve_recipe(problem.config, spec.numerics, problem.capability, exact=False) is not None
+        told = refusals if fits else beside_the_point
+        told.append(f"{spec.name}: {refusal}" if refusal else choice.reason)
     hint = "" if problem.device_type == "cuda" else "; kernel reference runs anywhere, slowly"
-    return Choice(None, joined(refusals) + hint)
+    return Choice(None, joined(refusals or beside_the_point) + hint)
 
 
 def _record_refuses(spec: KernelSpec, problem: AttentionProblem, untested: bool) -> str | None:

@@ -61,6 +61,13 @@ def test_auto_per_card(monkeypatch, capability, numerics, expcast):
     assert (choice.recipe.numerics, choice.recipe.expcast) == (numerics, expcast)
 
 
+def test_only_kernels_that_could_compute_it_say_why_they_do_not():
+    ada = replace(H100, capability=(8, 9), config=VCConfig("4-bit"))
+    assert choose_kernel(ada).reason.startswith("cuda_nvfp4_sm120: needs 4-bit tensor cores of sm_120")
+    turing = replace(H100, capability=(7, 5), config=VCConfig())
+    assert "fp8" not in choose_kernel(turing).reason
+
+
 def test_old_cards_get_a_reason(monkeypatch):
     with_triton(monkeypatch)
     choice = choose_kernel(replace(H100, capability=(7, 5)))
