@@ -15,7 +15,7 @@ FLAGS = {
     "HAS_ORDER": True, "HAS_COUNT": True, "HAS_LSE": True, "HAS_MEAN": True, "DEMEAN": True, "ROTATE": True,
     "EXACT": True, "SMOOTH": True, "HAS_SHIFT": True, "HAS_K": True, "HAS_V": True,
 }  # fmt: skip
-ATTEND = {"D": 128, "M": 64, "STAGES": None, "BULK": False}
+ATTEND = {"D": 128, "BULK": False}
 ROWS = {"D": 128, "R": 64, "STEPS": 4, "ROPE": 0, "EXACT": True}
 TF32 = {**ROWS, "R": 32, "ROPE": 1, "EXACT": False}
 KMEANS = {"D": 128, "CB": 64, "R": 128, "W": 256, "HAS_MASK": True}
@@ -112,14 +112,18 @@ def compile_build(build: TritonBuild, arch: int):
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_triton
 
+    from .attend.triton_frame import launch_shape
+
     kernel, arguments = build.function, dict(build.arguments)
     if arch < FP8_FROM:
         arguments["ASM"] = False
     fp8 = arguments.get("FP8", arguments.get("FP8_QK", False))
     bulk = arguments.get("BULK") and arch >= BULK_FROM
-    # as pipeline_stages chooses them
-    stages = (3 if arch in (90, 100, 103) else 2) if "STAGES" in arguments else 1
-    arguments = {**arguments, "BULK": bulk, "STAGES": stages}
+    stages = 1
+    if kernel.__name__.startswith("attend"):
+        values_fp8 = kernel.__name__ == "attend_fp8_values_kernel"
+        arguments["M"], stages = launch_shape((arch // 10, arch % 10), values_fp8)
+    arguments |= {"BULK": bulk, "STAGES": stages}
     constants = {n: arguments.get(n, FLAGS.get(n)) for n in kernel.arg_names if n.isupper()}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):

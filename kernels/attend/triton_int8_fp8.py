@@ -14,12 +14,13 @@ from .. import formats
 from ..prepare.triton_layout import TritonOperands
 from ..prepare.triton_rows import to_e4m3
 from .triton_frame import (
+    capability_of,
     copy_descriptors,
     has_packing_casts,
     largest_factor,
+    launch_shape,
     load_queries,
     outputs,
-    pipeline_stages,
     scaled_scores,
     store_lse,
     store_rows,
@@ -181,12 +182,13 @@ def attend(operands: TritonOperands, out=None):
     return launch(operands, out)
 
 
-def launch(operands: TritonOperands, out=None, rows=64, warps=4, stages=None, asm=None, bulk=True):
+def launch(operands: TritonOperands, out=None, rows=None, warps=4, stages=None, asm=None, bulk=True):
     """attend() with the launch shape and the ways to load tiles and write codes, for benchmarks."""
     b, h, lq, d = operands.q.shape
     out, out_heads, lse = outputs(operands, out)
     recipe = operands.recipe
-    stages = stages or pipeline_stages(operands.q.device)
+    usual = launch_shape(capability_of(operands.q.device), fp8_values=True)
+    rows, stages = rows or usual[0], stages or usual[1]
     # 0x38 is E4M3's 1
     ones = operands.v.new_empty(16, 128, dtype=operands.v.dtype)
     ones.view(torch.uint8).fill_(0x38)

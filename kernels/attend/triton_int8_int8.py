@@ -10,10 +10,11 @@ import triton.language as tl
 
 from ..prepare.triton_layout import TritonOperands
 from .triton_frame import (
+    capability_of,
     largest_factor,
+    launch_shape,
     load_queries,
     outputs,
-    pipeline_stages,
     scaled_scores,
     store_lse,
     store_rows,
@@ -106,11 +107,12 @@ def attend(operands: TritonOperands, out=None):
     return launch(operands, out)
 
 
-def launch(operands: TritonOperands, out=None, rows=64, warps=4, stages=None):
+def launch(operands: TritonOperands, out=None, rows=None, warps=4, stages=None):
     """attend() with the launch shape as arguments, for benchmarks."""
     b, h, lq, d = operands.q.shape
     out, out_heads, lse = outputs(operands, out)
-    stages = stages or pipeline_stages(operands.q.device)
+    usual = launch_shape(capability_of(operands.q.device), fp8_values=False)
+    rows, stages = rows or usual[0], stages or usual[1]
     attend_int8_values_kernel[(b * h * triton.cdiv(lq, rows),)](
         operands.q, operands.k, operands.v, operands.q_scale, operands.k_scale, operands.k_scale_max,
         operands.v_scale, operands.v_sum, operands.v_mean, operands.key_count, operands.lse_shift, out, lse,

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 ARCHES = (80, 86, 89, 90, 100, 103, 120)
 KB_OF_SHARED = {80: 163, 90: 227, 100: 227, 103: 227}  # of a block; 99 elsewhere
 # Bytes of stack, so of spilled registers, at most; measured with Triton 3.6 and 3.8.
-# Of 128 threads, 255 registers do not hold a tile of the attention kernels; on sm_90 and sm_103 the
-# accumulators lie elsewhere or are fewer.
+# Of 128 threads, 255 registers do not hold 64 rows of the attention kernels; on sm_90 and sm_103 the
+# accumulators lie elsewhere or are fewer. 32 rows, as int8_int8 has them elsewhere, fit.
 STACK_BYTES = {"attend": 512, "assign": 192, "sum": 32, "q": 32, "k": 32}
 NO_STACK = (90, 103)
 
@@ -36,6 +36,8 @@ def test_compiles(arch):
         assert row["registers"] * row["threads"] <= 65536, row
         limit = 0 if arch in NO_STACK else STACK_BYTES.get(row["build"].split()[0], 0)
         assert row["stack"] <= limit, row
+        if row["build"] == "attend int8_int8" and arch != 100:
+            assert row["stack"] <= 32, row  # 0 with Triton 3.6
 
 
 def test_every_row_of_the_registry_has_its_builds():

@@ -4,10 +4,11 @@ import pytest
 import torch
 from comfyui_vc_attention.kernels.attend.triton_frame import (
     LARGEST_SCORE_LOG2,
+    capability_of,
     exists_in_tile,
     has_packing_casts,
     largest_factor,
-    pipeline_stages,
+    launch_shape,
     scaled_scores,
     tile_maximum,
     tile_scores,
@@ -75,4 +76,20 @@ def test_no_score_passes_the_bound(numerics):
 def test_a_cpu_gets_the_plain_path():
     cpu = torch.device("cpu")
     assert not has_packing_casts(cpu)
-    assert pipeline_stages(cpu) == 2
+    assert capability_of(cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "int8_values", "fp8_values"),
+    [
+        ((9, 0), (64, 3), (64, 3)),
+        ((10, 0), (64, 3), (64, 3)),
+        ((8, 0), (32, 2), (64, 1)),
+        ((8, 9), (32, 2), (64, 1)),
+        ((12, 0), (32, 2), (64, 1)),
+        (None, (32, 2), (64, 1)),
+    ],
+)
+def test_launch_shapes_are_the_measured_ones(capability, int8_values, fp8_values):
+    assert launch_shape(capability, fp8_values=False) == int8_values
+    assert launch_shape(capability, fp8_values=True) == fp8_values
