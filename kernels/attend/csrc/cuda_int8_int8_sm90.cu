@@ -3,6 +3,7 @@
 // Host side: ../cuda_int8_int8_sm90.py. Must match ../reference.py. Switches: USE_MEANS, USE_F16_MEANS (else bf16).
 //
 // Same frame as cuda_int8_fp8_sm90.cu. Both products start from preloaded accumulators, so neither needs a conversion.
+// Half of the preload comes from the end of the slot, half by moves.
 // Keys of a tile come by falling size, 16 to a scale, so a lane has two scales a tile. With means the row sum is that of
 // the probabilities before rounding: what rounding takes from a tile comes back as its mean. Without means numerator
 // and sum must lose alike: dp4a over the bytes. Absent keys repeat a real one; a short last tile clears their bytes.
@@ -11,6 +12,9 @@
 #define KEY_TAIL 32
 #define VALUE_TAIL 512
 #include "frame.cuh"
+
+constexpr int SPARE = SLOT - 16;  // the end of every slot, which no copy reaches: PRELOAD four times
+static_assert(KEY_RECORD <= SPARE && VALUE_RECORD <= SPARE, "a record reaches the spare bytes");
 
 // o += v_scale * w * n; scales: this lane's first pair of the tile's [128] scales
 DEVICE void merge_tile(float (&o)[64], const u32 (&n)[64], float w0, float w1, u32 scales) {
@@ -48,6 +52,9 @@ DEVICE void restore_means(float (&o)[64], u32 sums, int lane, int count, float m
   for (int i = 0; i < 64; i++) o[i] += u[i];
 }
 
+// Row g of a thread's accumulators, in its block
+DEVICE int row_of(u32 thread) { return thread / 32 * 16 + thread % 32 / 4; }
+
 DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const bool second = lane & 1;
@@ -60,7 +67,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
   for (int index = blockIdx.x; index < call.items; index += gridDim.x, q_parity ^= 1) {
     // a shuffle tells ptxas that every lane has the same count: the loop's state then lives in uniform registers
     const int keys = __shfl_sync(~0u, item_of(call, index).keys, 0), tiles = (keys + TILE - 1) / TILE;
-    const int q_row = index * BLOCK_ROWS + group * 64 + warp * 16 + lane / 4 + (second ? 8 : 0);
+    const int q_row = index * BLOCK_ROWS + row_of(thread_anew()) + (second ? 8 : 0);
     const float q_scale = __ldg(call.q_scale + q_row) * call.code_scale;
     float o[64], l = 0.f, m = MINUS_INFINITY;  // l, m: row g in even lanes, g + 8 in odd ones
 #pragma unroll
@@ -72,16 +79,17 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
       const int count = min(MEAN_TILES, tiles - first);
 #pragma unroll 1
       for (int j = 0; j < count; j++) {
+        const u32 k_at = shared + K_AT + ring.slot * SLOT, v_at = shared + V_AT + ring.slot * SLOT;
         u32 s[64], n[64], p[16];
-        preload(s);
+        preload_by_halves(s, k_at + SPARE);
         barrier_wait(bar.k_full(ring.slot), ring.parity);
         float a0, a1, m0, m1, lo, hi;
-        load_shared2(shared + K_AT + ring.slot * SLOT + 16384 + (lane & 3) * 8, lo, hi);
+        load_shared2(k_at + 16384 + (lane & 3) * 8, lo, hi);
         both_rows(q_scale, second, a0, a1);
         const HalfScales a{{{a0 * lo, a1 * lo}, {a0 * hi, a1 * hi}}};
         pin(s);
         wgmma_fence();
-        multiply_qk(s, q, tile_descriptor(shared + K_AT + ring.slot * SLOT));
+        multiply_qk(s, q, tile_descriptor(k_at));
         wgmma_commit();
         wgmma_wait();
         pin(s);
@@ -96,9 +104,8 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         if (left < TILE) drop_absent(p, left, lane);
         if (!USE_MEANS) byte_sums(p, sum0, sum1);
 
-        preload(n);
+        preload_by_halves(n, v_at + SPARE);
         barrier_wait(bar.v_full(ring.slot), ring.parity);
-        const u32 v_at = shared + V_AT + ring.slot * SLOT;
         const u64 v = tile_descriptor(v_at);
         pin(n);
         pin(p);
@@ -139,7 +146,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
     release(bar.q_empty(), lane);
     // worked out again, so that no register holds it through the loop
     const Item item = item_of(call, index);
-    const int row = item.block * BLOCK_ROWS + group * 64 + warp * 16 + lane / 4;
+    const int row = item.block * BLOCK_ROWS + row_of(thread_anew());
     if (USE_MEANS) l = total_sum(sums, lane);
     store_rows(call, item, o, l, m, row, lane, 1.f, nullptr);
   }
@@ -150,6 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_u8s8(const __gri
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   const Barriers bar{shared + BARRIERS_AT};
   if (threadIdx.x == 0) bar.init();
+  if (threadIdx.x < 4 * STAGES)  // two threads for each slot of keys and of values
+    store_shared2(shared + K_AT + threadIdx.x / 2 * SLOT + SPARE + threadIdx.x % 2 * 8, PRELOADED, PRELOADED);
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {

@@ -130,6 +130,13 @@ DEVICE void store_shared2(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+// threadIdx.x, read anew at every use: what is made of it then needs no register through a loop.
+DEVICE u32 thread_anew() {
+  u32 x;
+  asm volatile("mov.u32 %0,%%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- arithmetic ----
 
 DEVICE float exp2_fast(float x) {
