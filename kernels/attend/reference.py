@@ -133,8 +133,10 @@ def _add_tile_int8(softmax, t, tile_maximum, values, j, recipe):
     """I2 to I4: P in unsigned INT8 scaled to the tile's own maximum, merged in fp32."""
     e = formats.UINT8_MAX * torch.exp2(_relative(t, tile_maximum))
     p = torch.round(e)
-    # what rounding takes from a tile comes back as its mean; without means the sum must lose it, too
-    mass = (e if values.means is not None else p).sum(-1)
+    # what rounding takes from a tile comes back as its mean; without means the sum must lose it, too.
+    # Over a whole tile, because a float sum's order depends on the length: absent keys must change nothing.
+    mass = e if values.means is not None else p
+    mass = torch.nn.functional.pad(mass, (0, TILE - mass.shape[-1])).sum(-1)
     w = torch.exp2(_relative(tile_maximum[..., None], softmax.maximum)[..., 0]) / formats.UINT8_MAX
     scale = values.scale[:, :, j, None].to(values.dtype)
     softmax.add(w[..., None] * (scale * values.weighted(p, j) + values.restore(mass, j)), w * mass)
@@ -160,7 +162,9 @@ def _add_tile_nvfp4(softmax, t, tile_maximum, values, j, recipe):
     sigma = formats.to_e4m3(groups.amax(-1) / formats.E2M1_MAX).to(y.dtype)[..., None]
     codes = formats.to_e2m1(torch.where(sigma > 0, groups / sigma, 0.0))
     p = (formats.from_e2m1(codes, y.dtype) * sigma).flatten(-2)[..., :keys]
-    mass = p.sum(-1)
+    # as I3: what rounding takes from a tile comes back as its mean
+    mass = y if values.means is not None else p
+    mass = torch.nn.functional.pad(mass, (0, TILE - keys)).sum(-1)
     softmax.add(values.weighted(p, j) + values.restore(mass, j), mass)
 
 
