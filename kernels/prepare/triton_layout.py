@@ -24,7 +24,7 @@ class TritonOperands:
     k: torch.Tensor  # [B, H, T, 128, D], row n holds the key of k_row
     v: torch.Tensor  # [B, H, T, D, 128] residuals, transposed, column p holds the key of v_column
     q_scale: torch.Tensor  # fp32 [B, H, Lq]
-    k_scale: torch.Tensor  # fp32 [B, H, T, 4]; 0 where 32 keys are absent
+    k_scale: torch.Tensor  # fp32 [B, H, T, 4]; 0 where 32 keys are absent or all 0
     k_scale_max: torch.Tensor  # fp32 [B, H]
     v_scale: torch.Tensor  # fp32 [B, H, D] (fp8) or [B, H, T, D] (int8)
     v_sum: torch.Tensor | None  # int32 [B, H, T, D]: 128 times the sum of the tile's codes (int8, I5)

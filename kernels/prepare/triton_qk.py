@@ -167,7 +167,8 @@ def quantize_k_kernel(
         b_row_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [R // 32, 32]), [R])
         b_code = to_codes(quotient(b_k, b_row_scale[:, None]), FP8)
         o_group = start // 32 + tl.arange(0, R // 32)
-        b_scale = tl.where(o_group * 32 < count, b_scale, 0.0)
+        # 0 also where all keys are 0: the largest of these scales bounds the queries' scales
+        b_scale = tl.where((o_group * 32 < count) & (b_amax > 0.0), b_scale, 0.0)
         tl.store(scales + i_bh * n_tiles * 4 + o_group, b_scale)
         # the row of triton_layout.key_of_k_row that holds this key
         o_in = o_key % 128

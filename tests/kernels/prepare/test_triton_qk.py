@@ -1,10 +1,14 @@
 """Statistics and scales of Q and K; the codes are checked in test_triton_int8_fp8.py."""
 
+import dataclasses
+
 import torch
+from comfyui_vc_attention.kernels.attend.triton_int8_fp8 import attend
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.prepare.reference import key_mean, rotate
+from comfyui_vc_attention.kernels.prepare.triton_int8_fp8 import prepare
 from comfyui_vc_attention.kernels.prepare.triton_qk import Statistics, quantize_k, quantize_q, statistics
-from comfyui_vc_attention.kernels.testing import sample_qkv
+from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = Recipe("int8_fp8")
@@ -47,3 +51,16 @@ def test_a_k_scale_never_spans_more_than_32_keys():
     large = scales > 5 * scales[0, 0, 0, 0]
     assert large.nonzero()[:, 2:].tolist() == [[0, 1]]
     assert (scales[0, 0, 1, 1:] == 0).all()  # no such keys
+
+
+def test_keys_of_zeros_do_not_bound_the_queries():
+    q, k, v = sample_qkv("gauss", (1, 1, 20, 64), keys=160, device=DEVICE)
+    q, k = q * 20, k / 50
+    k[:, :, 32:64] = 0
+    operands = prepare(q, k, v, Recipe("int8_fp8", smooth_k=False), softmax_scale=1.0)
+    assert operands.k_scale[0, 0, 0, 1] == 0 and operands.k_scale_max < 0.01
+    exact = exact_attention(q, k, v, scale=1.0)[0]
+    assert relative_l2(attend(operands)[0], exact) < 0.07
+    # what a scale of 1 for the zeros would do: scores a fifth of what they are
+    bounded = dataclasses.replace(operands, k_scale_max=torch.ones_like(operands.k_scale_max))
+    assert relative_l2(attend(bounded)[0], exact) > 0.5
