@@ -16,7 +16,7 @@ from .config import VCConfig
 from .dispatch import attend_call, group_tokens, prepare_call, vc_attention
 from .operands import AttentionProblem
 from .registry import KERNELS, KernelSpec, choose_kernel
-from .testing import sample_qkv
+from .testing import KINDS, sample_qkv
 
 CLUSTERS = 128
 PROBED_HEADS, PROBED_ROWS = 2, 256  # rows whose exact output the error is measured against
@@ -252,10 +252,20 @@ def table(shape: Shape, results: list[Result]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.benchmark", description=__doc__)
-    parser.add_argument("--shape", default=SHAPES[0].name, choices=[shape.name for shape in SHAPES])
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.benchmark",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    names = [shape.name for shape in SHAPES]
+    told = "".join(f'\n  "{name}"' for name in names)
+    parser.add_argument(
+        "--shape", default=names[0], choices=names, metavar="NAME", help=f"model and clip size, one of{told}"
+    )
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16"])
-    parser.add_argument("--values", default="clustered", help="a kind of kernels/testing.py")
+    parser.add_argument(
+        "--values", default="clustered", choices=KINDS, metavar="KIND", help=f"one of {', '.join(KINDS)}"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="spent on each number")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
