@@ -14,6 +14,7 @@
 
 // The float conversion to f16 rounds x * 2^-24 to an integer number of f16's smallest steps, whose bits are that
 // integer: two conversions and a byte permutation pack four. From sm_89 on one instruction packs two. (A test sets it.)
+// The exponents then lie 24 octaves lower, where floats are further apart: one byte in 20,000 differs by one.
 #ifndef USE_F16_PACK
 #define USE_F16_PACK (__CUDA_ARCH__ < 890)
 #endif
@@ -29,9 +30,9 @@ DEVICE u32 pack_probabilities(float x0, float x1, float x2, float x3) {
 }
 // Bytes 255 * 2^(a s - m) against the tile's own maxima (I2). p[4 k .. 4 k + 3] are the A registers of step k of the second
 // product: word i of a lane is keys 32 (lane % 4) + 4 i to + 3, row g in even places, g + 8 in odd ones.
-// sum: this lane's sums before rounding, of rows g and g + 8; its last `absent` keys are copies of one key and do not
-// count.
-DEVICE void tile_probabilities(const u32 (&s)[64], const Factors& a, float m0, float m1, int absent, u32 (&p)[16],
+// sum: this lane's sums before rounding, of rows g and g + 8. The tile has `left` keys; what stands after them are
+// copies of one key and does not count.
+DEVICE void tile_probabilities(const u32 (&s)[64], const Factors& a, float m0, float m1, int left, u32 (&p)[16],
                                float (&sum)[2]) {
   constexpr float TOP = 7.994353436858858f - (USE_F16_PACK ? 24.f : 0.f);  // log2 255
   Factors b;
@@ -51,7 +52,11 @@ DEVICE void tile_probabilities(const u32 (&s)[64], const Factors& a, float m0, f
     p[j + 1] = pack_probabilities(x[2], x[3], x[6], x[7]);
     sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
     sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
-    if (j == 14) sum[0] = fmaf(-(float)absent, x[5], sum[0]), sum[1] = fmaf(-(float)absent, x[7], sum[1]);
+    if (j == 14 && left < TILE) {
+      const float absent = min(max(32 * (thread_now() & 3) + 32 - left, 0), 32);
+      sum[0] = fmaf(-absent, x[5], sum[0]);
+      sum[1] = fmaf(-absent, x[7], sum[1]);
+    }
   }
 }
 // Mass of the tile (I3) of row g in even lanes, g + 8 in odd ones
@@ -111,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_u8s8(const __gri
     u32 s[64], p[16];
     if ((j + 1) * TILE < keys) block.load_keys(j + 1);
     const u32 k_at = block.wait_keys(j);
-    multiply_qk(s, block.q_address(), b_address(k_at, lane), start);
+    multiply_qk(s, block.q_address(), b_address(k_at, thread_now() & 31), start);
     const Factors a = factors_of(block.q_scales(), k_at + 16384, lane);
     block.release_keys(j);
 
@@ -119,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_u8s8(const __gri
     const float tile_max = largest(s, a, second);
     both_rows(tile_max, second, m0, m1);
     const int left = keys - j * TILE;
-    const int absent = left < TILE ? min(max(32 * (lane & 3) + 32 - left, 0), 32) : 0;
-    tile_probabilities(s, a, m0, m1, absent, p, sum);
+    tile_probabilities(s, a, m0, m1, left, p, sum);
     if (left < TILE) drop_absent(p, left, lane);
     const float raised = fmaxf(m, tile_max), alpha = exp2_fast(m - raised);
     const float w = exp2_fast(tile_max - raised) * (1.f / 255.f), mass = w * tile_mass(p, sum, second);

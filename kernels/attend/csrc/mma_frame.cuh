@@ -128,9 +128,9 @@ struct Block {
     copy_bytes<VALUE_BYTES>(v_slot(j), load_pointer(shared + SOURCE_AT + 8) + (i64)j * VALUE_RECORD);
     if (with_means && j % MEAN_TILES == 0 && threadIdx.x < MEAN_BYTES / 16) {
       // half a record: 8 rows of 64 channels, then the same rows of the other 64
-      const int at = threadIdx.x * 16;
+      const u32 at = threadIdx.x * 16;
       const char* from = load_pointer(shared + SOURCE_AT + 16) + (i64)(j / 16) * MEAN_RECORD + j / 8 % 2 * 1024;
-      copy_16(means(j) + at, from + at + at / 1024 * 1024);
+      copy_16(means(j) + at, from + (at + at / 1024 * 1024));
     }
     arrive_with_copies(v_full(j));
   }

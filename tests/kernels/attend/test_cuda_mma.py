@@ -109,6 +109,12 @@ def test_means_of_eight_tiles(second_half):
                 assert torch.equal(words[:, i, e], means[8 * second_half + 2 * T + e, 8 * (j + i) + G])
 
 
+def test_f16s_smallest_steps_are_rounded_integers():
+    """pack_probabilities of cuda_int8_int8.cu on older cards: the bits of x * 2^-24 in f16 are round(x)."""
+    x = torch.cat([torch.linspace(0, 255.49, 100_003), torch.arange(256.0), torch.arange(255) + 0.5])
+    assert torch.equal((x * 2**-24).half().view(torch.int16).int(), x.round().int())
+
+
 @pytest.mark.parametrize("module", [cuda_int8_int8, cuda_int8_fp8_sm89], ids=lambda m: m.SOURCE.stem)
 def test_host_and_device_agree_on_the_layout(module):
     source = module.SOURCE.read_text()
