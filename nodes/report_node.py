@@ -68,7 +68,7 @@ class VCAttentionReport(io.ComfyNode):
 
 
 def patched_model(name: str, tooltip: str, optional: bool = False):
-    """A socket for ComfyUI's models and for those of WanVideoWrapper."""
+    """An input for ComfyUI's models and for those of WanVideoWrapper."""
     types = [io.Model, io.Custom("WANVIDEOMODEL")]
     return io.MultiType.Input(name, types=types, optional=optional, tooltip=tooltip)
 
