@@ -199,7 +199,7 @@ def least_tokens(speeds: list[Speed]) -> int | None:
 
 
 def _median(call, device) -> float:
-    call()  # the first one builds, and wakes the card
+    call()  # the first one may build
     return round(median_ms(call, device, TIMED_SECONDS), 4)
 
 

@@ -81,6 +81,36 @@ def test_median_takes_at_least_three():
     assert median_ms(lambda: calls.append(1), CPU, 0.0) >= 0 and len(calls) == 3
 
 
+@pytest.mark.parametrize(
+    ("milliseconds", "calls", "waits"),
+    [(0.5, 3 + 6 * 20, 2), (6.0, 3 + 6 * 2, 2), (10.0, 3 + 6, 2), (500.0, 3, 1)],
+)
+def test_a_gpus_calls_follow_each_other_without_a_pause(monkeypatch, milliseconds, calls, waits):
+    """The first call also takes 40 ms to wake the card: it must not count."""
+    clock, called, waited = [0.0], [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock[0]
+
+        def synchronize(self):
+            waited.append(1)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    def call():
+        clock[0] += milliseconds + (0 if called else 40)
+        called.append(1)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert median_ms(call, torch.device("cuda"), 0.05) == pytest.approx(milliseconds)
+    assert (len(called), len(waited)) == (calls, waits)
+
+
 def test_table_compares_with_pytorch():
     rows = [
         Result("PyTorch", milliseconds=10.0, error=0.002),
