@@ -293,7 +293,7 @@ def _record_refuses(spec: KernelSpec, problem: AttentionProblem, untested: bool)
         return entry.why_not_auto
     if untested or not any(known(problem, other.name) for other in KERNELS):
         return None
-    return "not tested on this card yet"
+    return "not tested on this card yet, `python install.py --all` does it"
 
 
 def joined(refusals: list[str]) -> str:

@@ -310,6 +310,33 @@ def test_equal_cards_are_tried_once_and_the_second_run_tries_nothing(install, on
     assert "trying" not in capsys.readouterr().out
 
 
+def test_cuda_visible_devices_changed_and_no_card_is_taken_for_another(install, kept, monkeypatch, capsys):
+    """The number of a card is not its name: what was tested follows the card."""
+    from comfyui_vc_attention.kernels import validation
+
+    new = ("NVIDIA GeForce RTX 5090", (12, 0))
+    visible, tried = [], []
+
+    def validate(spec, device):
+        tried.append(torch.cuda.get_device_name(device))
+        validation.card_record(device).save(entry(spec.name))
+        return entry(spec.name)
+
+    set_rows(monkeypatch, "triton_int8_int8", "reference")
+    monkeypatch.setattr(validation, "validate", validate)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: visible[device.index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: visible[device.index][1])
+
+    def cards_of(torch):
+        return [install.Card(name, "cuda", c, 24.0, i) for i, (name, c) in enumerate(visible)], ""
+
+    monkeypatch.setattr(install, "cards_of", cards_of)
+    for visible[:] in ([CARD], [new, CARD], [CARD, new], [new]):
+        install.main([])
+    assert tried == [CARD[0], new[0]]
+    assert capsys.readouterr().out.count("trying ") == 2
+
+
 def test_a_line_for_each_kernel_and_the_time_of_all(install, one_kernel, kept, capsys):
     def passed(spec, device):
         kept.save(entry(spec.name, seconds=4.5, build_seconds=2.0))

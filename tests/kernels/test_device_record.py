@@ -238,9 +238,21 @@ def test_auto_takes_only_what_passed_here(with_triton):
     choice = choose_kernel(PROBLEM)
     assert choice.kernel is None
     assert "the process ended" in choice.reason
-    assert "triton_int8_fp8, cuda_fp8_fp8_sm90, triton_fp8_fp8: not tested on this card yet" in choice.reason
+    untested = "triton_int8_fp8, cuda_fp8_fp8_sm90, triton_fp8_fp8: not tested on this card yet"
+    assert f"{untested}, `python install.py --all` does it" in choice.reason
     # the same numerics before a faster kernel of coarser ones
     assert choose_kernel(PROBLEM, untested=True).kernel.name == "triton_int8_fp8"
+
+
+def test_where_only_untested_kernels_take_the_head_dim_the_command_that_tests_them_is_named(with_triton):
+    write("cuda_int8_fp8_sm90")
+    narrow = replace(PROBLEM, q_shape=(1, 2, 256, 64), k_shape=(1, 2, 256, 64))
+    choice = choose_kernel(narrow)
+    assert choice.kernel is None and "`python install.py --all`" in choice.reason
+    assert "needs head_dim 128, got 64" in choice.reason
+    assert choose_kernel(narrow, "triton_int8_fp8").kernel.name == "triton_int8_fp8"
+    write("triton_int8_fp8")
+    assert choose_kernel(narrow).kernel.name == "triton_int8_fp8"
 
 
 def test_auto_leaves_a_kernel_that_is_slower_than_pytorch_here(with_triton):
