@@ -4,7 +4,9 @@ usage: python tests/bench/bench_attend.py [kernel ...] [--lengths 32768 75600] [
        python tests/bench/bench_attend.py --all
 
 Prints Markdown tables. Inputs are N(0, 1) with a constant offset per K channel. "kernel" is the attention
-kernel on prepared operands, "call" is everything from bf16 tensors with the token order at hand.
+kernel on prepared operands, "call" is everything from bf16 tensors with the token order at hand. Each is
+timed alone, back to back, and so is cuDNN; "taking turns" is the ratio when they alternate, call by call: a
+card at its power limit then gives each the clock that the others left it.
 --all: every Hopper kernel with and without means, errors on five kinds of tensors beside comfy-kitchen's
 INT8 attention (where installed), rising maxima, a whole schedule, rotary embedding, 64 channels.
 """
@@ -27,7 +29,7 @@ from comfyui_vc_attention.kernels.operands import TokenGrouping
 from comfyui_vc_attention.kernels.testing import energy_removed, relative_l2, sample_qkv
 from conditions import by_parts, markdown_conditions, rising, rope_price, whole_schedule
 from kinds import PEER, bench_peer, errors_by_kind, markdown_kinds
-from timing import environment, interleaved_ms, kernels_ms, peak_extra_bytes
+from timing import alone_ms, environment, interleaved_ms, kernels_ms, peak_extra_bytes
 
 MEANS, PLAIN = "means, order", "plain"
 # relative L2 against float32 attention on N(0, 1) values; half above what the recipes measure
@@ -62,7 +64,9 @@ def check_error(kernel, out, q, k, v):
     return error
 
 
-def bench_kernel(kernel, q, k, v, config, grouping, label, rounds=10):
+def bench_kernel(kernel, q, k, v, config, grouping, label, cudnn_ms, rounds):
+    """One row. cudnn_ms: of cuDNN alone on these tensors; rounds: turns that all take afterwards."""
+
     def prepare():
         return prepare_call(q, k, v, config, grouping=grouping, kernel=kernel)
 
@@ -72,10 +76,9 @@ def bench_kernel(kernel, q, k, v, config, grouping, label, rounds=10):
     error = check_error(kernel, call(), q, k, v)
     prepared = prepare()
     # cuDNN's call is one kernel; ours has one small fill beside the kernel
-    ms = interleaved_ms(
-        {"cudnn": lambda: cudnn(q, k, v), "kernel": lambda: attend_call(prepared), "call": call}, rounds
-    )
-    ms |= interleaved_ms({"prepare": prepare}, rounds)
+    calls = {"kernel": lambda: attend_call(prepared), "call": call}
+    ms = {name: alone_ms(timed) for name, timed in calls.items()} | {"prepare": alone_ms(prepare)}
+    turns = interleaved_ms({"cudnn": lambda: cudnn(q, k, v)} | calls, rounds, warmup=0)
     prepared = None
     peak = peak_extra_bytes(call)
     return {
@@ -84,11 +87,14 @@ def bench_kernel(kernel, q, k, v, config, grouping, label, rounds=10):
         "length": q.shape[2],
         "heads": q.shape[1],
         "error": error,
-        "cudnn_ms": ms["cudnn"],
+        "cudnn_ms": cudnn_ms,
         "kernel_ms": ms["kernel"],
         "call_ms": ms["call"],
-        "kernel_ratio": ms["cudnn"] / ms["kernel"],
-        "call_ratio": ms["cudnn"] / ms["call"],
+        "kernel_ratio": cudnn_ms / ms["kernel"],
+        "call_ratio": cudnn_ms / ms["call"],
+        "turns_ms": turns,
+        "kernel_ratio_turns": turns["cudnn"] / turns["kernel"],
+        "call_ratio_turns": turns["cudnn"] / turns["call"],
         "prepare_ms": ms["prepare"],
         "kernel_tflops": 4 * q.shape[1] * q.shape[2] ** 2 * q.shape[3] / ms["kernel"] / 1e9,
         # the peak counts the output, whose share is a third
@@ -103,9 +109,10 @@ def bench_grouping(heads, length, attention_ms, clusters=128, checked_heads=4):
     v = sample_qkv("clustered", (1, heads, 1, 128), keys=length, dtype=torch.bfloat16, device="cuda")[2]
     cold = group_tokens(v, clusters)
     moved = v + 0.1 * torch.randn_like(v)
-    ms = interleaved_ms(
-        {"cold": lambda: group_tokens(v, clusters), "warm": lambda: group_tokens(moved, clusters, cold)}
-    )
+    ms = {
+        "cold": alone_ms(lambda: group_tokens(v, clusters)),
+        "warm": alone_ms(lambda: group_tokens(moved, clusters, cold)),
+    }
     some = slice(0, checked_heads)
     reference = group_reference.group_tokens(v[:, some], clusters)
     warm = group_tokens(moved, clusters, cold)
@@ -127,17 +134,17 @@ def bench_grouping(heads, length, attention_ms, clusters=128, checked_heads=4):
 
 def markdown(rows):
     heads = (
-        "kernel|what|L|rel. L2|cuDNN ms|kernel ms|TFLOP/s|over cuDNN|prepare ms|call ms|call over cuDNN"
-        "|memory over q + k + v|without the output"
+        "kernel|what|L|rel. L2|cuDNN ms|kernel ms|TFLOP/s|over cuDNN|taking turns|prepare ms|call ms"
+        "|call over cuDNN|taking turns|memory over q + k + v|without the output"
     )
-    lines = [f"| {heads.replace('|', ' | ')} |", "|" + "---|" * 13]
+    lines = [f"| {heads.replace('|', ' | ')} |", "|" + "---|" * 15]
     for r in rows:
         lines.append(
             f"| `{r['kernel']}` | {r['what']} | {r['length']:,} | {r['error']:.4f} "
             f"| {r['cudnn_ms']:.1f} | {r['kernel_ms']:.1f} "
-            f"| {r['kernel_tflops']:.0f} | {r['kernel_ratio']:.2f} | {r['prepare_ms']:.2f} "
-            f"| {r['call_ms']:.1f} | {r['call_ratio']:.2f} | {r['extra_memory_share']:.2f} "
-            f"| {r['own_memory_share']:.2f} |"
+            f"| {r['kernel_tflops']:.0f} | {r['kernel_ratio']:.2f} | {r['kernel_ratio_turns']:.2f} "
+            f"| {r['prepare_ms']:.2f} | {r['call_ms']:.1f} | {r['call_ratio']:.2f} "
+            f"| {r['call_ratio_turns']:.2f} | {r['extra_memory_share']:.2f} | {r['own_memory_share']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -154,7 +161,22 @@ def markdown_grouping(rows):
     return "\n".join(lines)
 
 
-def bench_conditions(kernel, heads, length, rows, grouping, rounds):
+def bench_rising(kernel, q, k, v, bases):
+    """{condition: text} of row maxima that keep rising along the keys; bases: the rows to compare with."""
+    q, k = rising(q, k)
+    cudnn_ms, found = alone_ms(lambda: cudnn(q, k, v)), {}
+    for base, config in zip(bases, (VCConfig(), VCConfig(demean=False)), strict=True):
+        prepared = prepare_call(q, k, v, config, kernel=kernel)
+        error = check_error(kernel, attend_call(prepared)[0], q, k, v)
+        ms = alone_ms(lambda prepared=prepared: attend_call(prepared))
+        found[f"row maxima rising, {base['what']}"] = (
+            f"{ms:.1f} ms, {ms / base['kernel_ms'] - 1:+.1%}, {cudnn_ms / ms:.2f} over cuDNN, "
+            f"relative L2 {error:.4f}"
+        )
+    return found
+
+
+def bench_conditions(kernel, heads, length, rows, grouping):
     """What the table asks of one kernel at one length beside its plain time, {condition: text}."""
     q, k, v = inputs(heads, length)
     found = {}
@@ -162,20 +184,13 @@ def bench_conditions(kernel, heads, length, rows, grouping, rounds):
         next(r for r in rows if (r["kernel"], r["length"], r["what"]) == (kernel, length, what))
         for what in (MEANS, PLAIN)
     )
-    peer_ms = bench_peer(q, k, v, rounds)
+    peer_ms = bench_peer(q, k, v)
     if isinstance(peer_ms, float):
         found[f"{PEER}, whole call"] = f"{peer_ms:.1f} ms, {plain['cudnn_ms'] / peer_ms:.2f} over cuDNN"
     else:
         found[PEER] = peer_ms
-    rq, rk = rising(q, k)
-    for base, config in ((means, VCConfig()), (plain, VCConfig(demean=False))):
-        row = bench_kernel(kernel, rq, rk, v, config, None, "rising", rounds)
-        found[f"row maxima rising, {base['what']}"] = (
-            f"{row['kernel_ms']:.1f} ms, {row['kernel_ms'] / base['kernel_ms'] - 1:+.1%}, "
-            f"{row['kernel_ratio']:.2f} over cuDNN, relative L2 {row['error']:.4f}"
-        )
-    del rq, rk
-    rope = rope_price(kernel, q, k, v, rounds)
+    found |= bench_rising(kernel, q, k, v, (means, plain))
+    rope = rope_price(kernel, q, k, v)
     found["preparation with rope"] = ", ".join(f"{name} {ms:.2f} ms" for name, ms in rope.items())
     ms = {"cold": grouping["cold_ms"], "warm": grouping["warm_ms"]}
     for name, row in (("means", means), ("plain", plain)):
@@ -194,18 +209,19 @@ def bench_lengths(options):
     for length in options.lengths:
         q, k, v = inputs(options.heads, length)
         order = torch.rand(1, options.heads, length, device="cuda").argsort(-1).int()
+        cudnn_ms = alone_ms(lambda q=q, k=k, v=v: cudnn(q, k, v))
         for kernel in options.kernels:
             cases = [(VCConfig(), TokenGrouping(order, None), MEANS)]
             cases += [(VCConfig(demean=False), None, PLAIN)] * options.plain
             for config, grouping, label in cases:
-                rows.append(bench_kernel(kernel, q, k, v, config, grouping, label, options.rounds))
+                rows.append(bench_kernel(kernel, q, k, v, config, grouping, label, cudnn_ms, options.rounds))
                 print(markdown(rows[-1:]).splitlines()[-1], flush=True)
         del q, k, v, order
         first = next(row for row in rows if row["length"] == length)
         groupings.append(bench_grouping(options.heads, length, first["kernel_ms"]))
         if options.all:
             conditions[length] = bench_conditions(
-                options.kernels[0], options.heads, length, rows, groupings[-1], options.rounds
+                options.kernels[0], options.heads, length, rows, groupings[-1]
             )
             print(markdown_conditions(conditions[length]), flush=True)
     return rows, groupings, conditions
@@ -215,7 +231,8 @@ def bench_64_channels(heads, length, rounds):
     """The automatic kernel on heads of 64 channels."""
     q, k, v = inputs(heads, length, channels=64)
     kernel = choose_kernel(AttentionProblem.of(q, k, v)).kernel.name
-    return bench_kernel(kernel, q, k, v, VCConfig(), None, "means, 64 channels", rounds)
+    cudnn_ms = alone_ms(lambda: cudnn(q, k, v))
+    return bench_kernel(kernel, q, k, v, VCConfig(), None, "means, 64 channels", cudnn_ms, rounds)
 
 
 def main():
@@ -223,7 +240,7 @@ def main():
     parser.add_argument("kernels", nargs="*")
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 75600])
     parser.add_argument("--heads", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each where they take turns")
     parser.add_argument("--plain", action="store_true", help="also without means, as after the window")
     parser.add_argument(
         "--all", action="store_true", help="every condition; of the Hopper kernels if none is named"
@@ -233,7 +250,8 @@ def main():
     options.kernels = options.kernels or (HOPPER if options.all else ["triton_int8_fp8"])
     options.plain |= options.all
     rows, groupings, conditions = bench_lengths(options)
-    kinds = errors_by_kind(options.kernels) if options.all else {}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16} if options.all else {}
+    kinds = {name: errors_by_kind(options.kernels, dtype) for name, dtype in dtypes.items()}
     if options.all:
         rows.append(bench_64_channels(options.heads, min(options.lengths), options.rounds))
     facts = environment()
@@ -241,8 +259,8 @@ def main():
     print(f"\n{text}\n\n{markdown(rows)}\n\n{markdown_grouping(groupings)}")
     for length, found in conditions.items():
         print(f"\n`{options.kernels[0]}`, {length:,} tokens\n\n{markdown_conditions(found)}")
-    if kinds:
-        print(f"\n{markdown_kinds(kinds)}")
+    for name, found in kinds.items():
+        print(f"\n{markdown_kinds(name, found)}")
     if options.json:
         measured = {"attention": rows, "grouping": groupings, "conditions": conditions, "kinds": kinds}
         options.json.write_text(json.dumps(facts | measured, indent=1))

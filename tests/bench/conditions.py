@@ -5,7 +5,7 @@ import math
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens
 from comfyui_vc_attention.kernels.dispatch import attend_call, prepare_call
-from timing import interleaved_ms
+from timing import alone_ms
 
 STEPS, WINDOW_STEPS, REGROUP = 40, 10, 4  # window of 25%
 
@@ -18,19 +18,16 @@ def rising(q, k, seed=5):
     return (q + direction).to(q.dtype), (k + ramp * direction).to(k.dtype)
 
 
-def rope_price(kernel, q, k, v, rounds):
+def rope_price(kernel, q, k, v):
     """Milliseconds of the preparation without and with rotary tables, interleaved and half-split."""
     angle = torch.rand(q.shape[2], q.shape[3] // 2, device="cuda") * 6
     tables = angle.cos(), angle.sin()
     config = VCConfig()
     ropes = {"none": None} | {layout: (*tables, layout) for layout in ("interleaved", "half")}
-    return interleaved_ms(
-        {
-            name: lambda rope=rope: prepare_call(q, k, v, config, kernel=kernel, rope=rope)
-            for name, rope in ropes.items()
-        },
-        rounds=rounds,
-    )
+    return {
+        name: alone_ms(lambda rope=rope: prepare_call(q, k, v, config, kernel=kernel, rope=rope))
+        for name, rope in ropes.items()
+    }
 
 
 def by_parts(ms):

@@ -1,11 +1,28 @@
 """Timing on a GPU, shared by the benchmarks."""
 
+import itertools
 import platform
 import statistics
 import subprocess
+import time
 from pathlib import Path
 
 import torch
+
+
+def alone_ms(call, calls=8, warmup_s=0.25):
+    """Median milliseconds of a call by itself: warmed up, then back to back, without waiting for the GPU."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warmup_s:
+        call()
+        torch.cuda.synchronize()
+    events = [torch.cuda.Event(True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
 def interleaved_ms(calls, rounds=10, warmup=2):
