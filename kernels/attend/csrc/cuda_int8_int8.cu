@@ -2,8 +2,8 @@
 // with a scale per tile and channel, exact int32 products, fp32 across tiles.
 // Host side: ../cuda_int8_int8.py. Must match ../reference.py. Switches: USE_MEANS, USE_F16_MEANS (else bf16).
 //
-// Both products start from a constant, 12582912 as a float's bits, so neither needs a conversion, and the constant costs
-// nothing: the accumulators of a product need not be its result. The keys sit where the preparation of sm_90 puts
+// Both products start from a constant, 12582912 as a float's bits, so neither needs a conversion, and the constant
+// costs nothing: the accumulators of a product need not be its result. The keys sit where the preparation of sm_90 puts
 // them (../../prepare/csrc/cuda_sm90.cu): the bytes that a lane packs are its A fragment of the second product.
 // With means the row sum is that of the probabilities before rounding, else that of the bytes (I3). O is rescaled only
 // in tiles where a maximum of the warp moved.
@@ -28,8 +28,8 @@ DEVICE u32 pack_probabilities(float x0, float x1, float x2, float x3) {
   return pack_u8(x0, x1, x2, x3);
 #endif
 }
-// Bytes 255 * 2^(a s - m) against the tile's own maxima (I2). p[4 k .. 4 k + 3] are the A registers of step k of the second
-// product: word i of a lane is keys 32 (lane % 4) + 4 i to + 3, row g in even places, g + 8 in odd ones.
+// Bytes 255 * 2^(a s - m) against the tile's own maxima (I2). p[4 k .. 4 k + 3] are the A registers of step k of the
+// second product: word i of a lane is keys 32 (lane % 4) + 4 i to + 3, row g in even places, g + 8 in odd ones.
 // sum: this lane's sums before rounding, of rows g and g + 8. The tile has `left` keys; what stands after them are
 // copies of one key and does not count.
 DEVICE void tile_probabilities(const u32 (&s)[64], const Factors& a, float m0, float m1, int left, u32 (&p)[16],
