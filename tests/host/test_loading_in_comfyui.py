@@ -137,7 +137,7 @@ def test_workflow_is_listed_as_a_template(server):
 
 
 def test_example_workflow_makes_a_clip(server, workflow):
-    """6 blocks x 2 steps, one condition at cfg 1; the other half of the calls is cross-attention."""
+    """6 blocks x 2 steps, both conditions in one call; the other half of the calls is cross-attention."""
     history = server.queue(workflow.prompt)
     (saved,) = next(iter(history["outputs"].values()))["images"]
     assert (server.output / saved["subfolder"] / saved["filename"]).stat().st_size > 1000
