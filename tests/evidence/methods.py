@@ -64,7 +64,7 @@ DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True, exact_sum=True, 
 INT8_CODE_MASS = replace(DENSE_INT8, exact_sum=False, exact_mass=False)
 DENSE_NVFP4 = Numerics(
     qk="nvfp4", q_group=WHOLE, k_group=WHOLE, smooth_q=True, rotate_qk=False, p="nvfp4", v="nvfp4",
-    two_scales=True, demean=True,
+    two_scales=True, demean=True, exact_sum=True, exact_mass=True,
 )  # fmt: skip
 NVFP4_AT_6 = replace(DENSE_NVFP4, two_scales=False)
 
@@ -116,8 +116,7 @@ def variants():
         (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
         (f"{fp4}, Q not smoothed", replace(DENSE_NVFP4, smooth_q=False), "grouped"),
         (f"{fp4}, largest always at 6", NVFP4_AT_6, "grouped"),
-        (f"{fp4}, largest always at 6, no means", replace(NVFP4_AT_6, demean=False), "sequence"),
-        (f"{fp4}, mass exact", replace(DENSE_NVFP4, exact_sum=True, exact_mass=True), "grouped"),
+        (f"{fp4}, mass of the codes", replace(DENSE_NVFP4, exact_sum=False, exact_mass=False), "grouped"),
     ]  # fmt: skip
     rows += [
         (f"{int8}, mass of the codes", INT8_CODE_MASS, order) for order in ("sequence", "cube", "grouped")

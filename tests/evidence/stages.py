@@ -43,7 +43,7 @@ class ExactValues:
 
 def attend_exact_values(operands, ordered):
     """The attend stage's loop over ExactValues: the probabilities of Eq. 2 on values as they were."""
-    means = attend_stage._Values(operands).means if operands.recipe.value_format == "int8" else None
+    means = attend_stage._Values(operands).means if operands.recipe.value_format != "fp8" else None
     exact = ExactValues(ordered, means)
     softmax = attend_stage.OnlineSoftmax(operands.q.shape[:3], exact.head_dim, exact.dtype, ordered.device)
     add_tile = attend_stage._ADD_TILE[operands.recipe.value_format]

@@ -5,7 +5,8 @@
 // The K image has its keys in such columns that a lane's probabilities are its A fragment of the second product as
 // they are (prepare/csrc/cuda_nvfp4.cu): column 2 t + e of octant j is key 32 (j / 4) + 8 t + 2 (j % 4) + e, so lane t
 // of a quad has 8 consecutive keys of each 32, and lanes t and t ^ 1 have a group of 16 that shares a scale.
-// A tile's products start from zero and join the row's sums in fp32. The row sum is a product with ones.
+// A tile's products start from zero and join the row's sums in fp32. The row sum is that of the numbers before they
+// are rounded where means are restored, else a product of the codes with ones (N4).
 // Bound by: not measured on the card.
 #include "nvfp4.cuh"
 
@@ -115,8 +116,9 @@ struct Running {
   float m[2], l[2];
 };
 // N4: A fragments p of the probabilities and their scale word, running maxima raised; alpha: what the past keeps.
+// mass: with USE_MEANS, the rows' sums over the tile before rounding.
 DEVICE void probabilities(const float (&s)[64], float scale, Running& run, float (&alpha)[2], u32 (&p)[2][4],
-                          u32& scale_p) {
+                          u32& scale_p, float (&mass)[2]) {
   const int t = threadIdx.x & 3;
   u32 words[2][2];  // [row][step]: the bytes that this lane knows
 #pragma unroll
@@ -137,6 +139,7 @@ DEVICE void probabilities(const float (&s)[64], float scale, Running& run, float
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = exp2_fast(fmaf(top[i], scale, LOG2_448 - raised));
     const u32 codes = pack_ue4m3(x[0], x[1], x[2], x[3]);
+    mass[r] = 0.f;
     words[r][0] = __byte_perm(codes, 0, t < 2 ? 0x4140 : 0x1404);
     words[r][1] = __byte_perm(codes, 0, t < 2 ? 0x4342 : 0x3424);
 #pragma unroll
@@ -147,8 +150,16 @@ DEVICE void probabilities(const float (&s)[64], float scale, Running& run, float
 #pragma unroll
       for (int n = 0; n < 8; n++) y[n] = exp2_fast(fmaf(s[16 * i + 4 * (n / 2) + 2 * r + n % 2], scale, offset));
       p[i / 2][2 * (i % 2) + r] = pack_e2m1(y);
+      const float sum = ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
+      mass[r] = fmaf(sigma, sum, mass[r]);
     }
   }
+  if (USE_MEANS)
+#pragma unroll
+    for (float& sum : mass) {
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+    }
   // lane t keeps row t % 2, step t / 2, and gives lane t ^ 2 its half of the other step
   const u32 mine0 = t & 1 ? words[1][0] : words[0][0], mine1 = t & 1 ? words[1][1] : words[0][1];
   scale_p = (t & 2 ? mine1 : mine0) | __shfl_xor_sync(~0u, t & 2 ? mine0 : mine1, 2);
@@ -239,19 +250,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_nvfp4(const __gr
     if (next < tiles) load_tile(call, shared + next % STAGES * SLOT, first + next, shift + (i64)next * TILE);
     copy_commit();
     const char* slot = memory + j % STAGES * SLOT;
-    float s[64], alpha[2], sums[4] = {0.f, 0.f, 0.f, 0.f}, mass[2];
+    float s[64], alpha[2], mass[2];
     u32 p[2][4], scale_p;
     multiply(s, q, scale_q, slot + K_AT);
     const int count = item.keys - j * TILE;
     if (USE_SHIFT || count < TILE) finish_scores(s, score_scale, (const float*)(slot + SHIFT_AT), count);
-    probabilities(s, unit, run, alpha, p, scale_p);
-    mma_nvfp4<0, 0>(sums, p[0], 0x22222222u, 0x22222222u, scale_p, 0x38383838u);
-    mma_nvfp4<1, 0>(sums, p[1], 0x22222222u, 0x22222222u, scale_p, 0x38383838u);
+    probabilities(s, unit, run, alpha, p, scale_p, mass);
+    if (!USE_MEANS) {
+      float sums[4] = {0.f, 0.f, 0.f, 0.f};
+      mma_nvfp4<0, 0>(sums, p[0], 0x22222222u, 0x22222222u, scale_p, 0x38383838u);
+      mma_nvfp4<1, 0>(sums, p[1], 0x22222222u, 0x22222222u, scale_p, 0x38383838u);
+      mass[0] = sums[0], mass[1] = sums[2];
+    }
     multiply(s, p, scale_p, slot + V_AT);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      run.l[r] = fmaf(run.l[r], alpha[r], sums[2 * r]);
-      mass[r] = sums[2 * r] / g_v;
+      run.l[r] = fmaf(run.l[r], alpha[r], mass[r]);
+      mass[r] /= g_v;
     }
     merge_tile(o, s, alpha, mass, slot + MEAN_AT);
   }
