@@ -8,7 +8,7 @@
 // the probabilities before rounding: what rounding takes from a tile comes back as its mean. Without means numerator
 // and sum must lose alike: dp4a over the bytes. Absent keys repeat a real one; a short last tile clears their bytes.
 // O is rescaled only in tiles where a maximum of the warp moved.
-// Bound by: instruction issue, 700 a tile and warp (tests/bench/NOTES.md).
+// Bound by: instruction issue, 776 a tile and warp with means, 720 without (tests/bench/NOTES.md).
 #define KEY_TAIL 32
 #define VALUE_TAIL 512
 #include "frame.cuh"
