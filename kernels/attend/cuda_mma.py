@@ -1,4 +1,4 @@
-"""Host side of the mma.sync attention kernels (csrc/mma_frame.cuh): a block takes 192 query rows of a head."""
+"""Host side of the mma.sync attention kernels (csrc/mma_frame.cuh): a block takes 192 rows of queries."""
 
 from pathlib import Path
 
