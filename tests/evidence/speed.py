@@ -180,8 +180,8 @@ def ladder_table(device, tokens=75_600, heads=40):
     return table
 
 
-def run(device):
-    """(tables, data) of this stage."""
+def run(device, save=lambda tables, data: None):
+    """(tables, data) of this stage. save: given both after each shape."""
     by_length = Table("Speed over length", f"Milliseconds and ratios at {HEADS} heads, N(0, 1).", COLUMNS)
     by_heads = Table(
         "Speed over heads", f"The same at {HEADS_LENGTH:,} tokens and other head counts.", COLUMNS
@@ -199,19 +199,22 @@ def run(device):
     if device.type != "cuda":
         by_length.notes.append("Not measured: needs a GPU.")
         return tables[:1], {}
+
+    def measure(table, q, k, v, tensors, only=None):
+        table.rows += time_shape(q, k, v, tensors, only)
+        save(tables, {})
+
     for tokens in LENGTHS:
-        by_length.rows += time_shape(*normal_qkv(tokens, HEADS, device), "N(0, 1)")
-    by_length.rows += time_shape(*normal_qkv(*LONGEST, device), "N(0, 1)", "cuda")
-    for heads in HEAD_COUNTS:
-        by_heads.rows += time_shape(*normal_qkv(HEADS_LENGTH, heads, device), "N(0, 1)", "cuda")
+        measure(by_length, *normal_qkv(tokens, HEADS, device), "N(0, 1)")
     tables += [grouping_table(device), ladder_table(device)]
     log("grouping and preparation")
+    measure(by_length, *normal_qkv(*LONGEST, device), "N(0, 1)", "cuda")
+    for heads in HEAD_COUNTS:
+        measure(by_heads, *normal_qkv(HEADS_LENGTH, heads, device), "N(0, 1)", "cuda")
     for name, (grid, heads) in PAPER_SHAPES.items():
         tokens = grid[0] * grid[1] * grid[2]
-        shapes.rows += time_shape(*normal_qkv(tokens, heads, device), f"{name}, N(0, 1)", "cuda")
+        measure(shapes, *normal_qkv(tokens, heads, device), f"{name}, N(0, 1)", "cuda")
     grid, heads = PAPER_SHAPES["Wan2.2-A14B 720p"]
-    shapes.rows += time_shape(*structured_bf16(grid, heads, device), "Wan2.2-A14B 720p, structured", "cuda")
-    shapes.rows += time_shape(
-        *captured_long(grid, heads, device=device), "Wan2.2-A14B 720p, captured", "cuda"
-    )
+    measure(shapes, *structured_bf16(grid, heads, device), "Wan2.2-A14B 720p, structured", "cuda")
+    measure(shapes, *captured_long(grid, heads, device=device), "Wan2.2-A14B 720p, captured", "cuda")
     return tables, {}
