@@ -70,13 +70,16 @@ def bars(axes, rows, key, label):
 
 def error_bars(kind):
     def paint(axes, data):
+        from matplotlib.ticker import LogLocator
+
         rows = shown_methods(table(data, "Output error"))
         key = next((name for name in (rows[0] if rows else ()) if name.startswith(kind)), None)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
         axes.grid(axis="x", which="both", alpha=0.3)
-        axes.set_title(f"Output error, {key}; red: ours, cyan: a package, blue: our reference of one")
+        axes.set_title(f"Output error, {key}\nred: ours, cyan: a package, blue: our reference of one")
         return key is not None and bars(axes, rows, key, "relative L2 against exact attention")
 
     return paint
@@ -108,7 +111,7 @@ def lines(axes, rows, x, y, by, y_label, log_y=False):
 
 
 def length_lines(axes, data):
-    axes.set_title("Output error over length")
+    axes.set_title("Output error over length; kernels of one recipe lie on one another")
     rows = [row for row in table(data, "Length") if row["layout"] == "contiguous"]
     return lines(axes, rows, "keys", "error", "kernel", "relative L2 in sampled rows", log_y=True)
 
