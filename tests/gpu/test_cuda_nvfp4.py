@@ -161,7 +161,8 @@ def test_is_attention(recipe):
     q, k, v = sample("gauss", (1, 2, 256, 128), 4096)
     out, lse = both(q, k, v, recipe, want_lse=True)[0]
     exact, exact_lse = exact_attention(q, k, v)
-    assert relative_l2(out, exact) < 0.22
+    reference = attend_reference.attend(prepare_reference.prepare(q, k, v, recipe, **scaled(q)))[0]
+    assert relative_l2(out, exact) < 1.03 * relative_l2(reference, exact)  # 0.17 to 0.23 of what is exact
     torch.testing.assert_close(lse.double(), exact_lse, atol=0.1, rtol=0)
 
 
@@ -261,23 +262,41 @@ def test_rope(layout, per_batch):
     agrees(*both(q, k, v, RECIPES[0], **options))
 
 
-def same_share(got, want):
-    """Share of equal 4-bit codes; a zero has no sign."""
-    got, want = (formats.from_e2m1(formats.unpack_nibbles(x)) for x in (got, want))
-    return (got == want).float().mean()
+def same_share(got, *wanted):
+    """Share of 4-bit codes that are those of one of the others; a zero has no sign."""
+    got, *wanted = (formats.from_e2m1(formats.unpack_nibbles(x)) for x in (got, *wanted))
+    return share_in(got, wanted)
+
+
+def share_in(got, wanted):
+    return torch.stack([got == want for want in wanted]).any(0).float().mean()
+
+
+def references(monkeypatch, q, k, v, recipe, **options):
+    """The reference's operands, and those with the factor g of a head one last bit higher and lower.
+
+    16-bit numbers that nothing was subtracted from often lie exactly between two scales or codes; there the
+    last bit of g decides: on a GPU PyTorch multiplies by 1 / 2688 where the kernel divides. Worked out for 30
+    draws of bf16: up to 0.3% of the scales and codes differ, and all but 6e-5 are one of these three.
+    """
+    make, found = prepare_reference._nvfp4_global, []
+    for off in (0.0, 2.0**-23, -(2.0**-23)):
+        monkeypatch.setattr(prepare_reference, "_nvfp4_global", lambda x, off=off: make(x) * (1 + off))
+        found.append(prepare_reference.prepare(q, k, v, recipe, **options))
+    return found
 
 
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_codes_are_the_references(recipe, dtype):
+def test_codes_are_the_references(recipe, dtype, monkeypatch):
     q, k, v = sample("outlier_tokens", (2, 2, 200, 128), 600, dtype)
     options = {"order": some_order(k), "want_lse": True} | scaled(q)
     ours = reference_layout(cuda_nvfp4.prepare(q, k, v, recipe, **options))
-    expected = prepare_reference.prepare(q, k, v, recipe, **options)
+    expected, *beside = references(monkeypatch, q, k, v, recipe, **options)
     for field in ("q", "k", "v"):
-        assert same_share(getattr(ours, field), getattr(expected, field)) > 0.9995, field
-        scales = [getattr(x, f"{field}_scale").view(torch.uint8) for x in (ours, expected)]
-        assert (scales[0] == scales[1]).float().mean() > 0.9995, field
+        assert same_share(*(getattr(x, field) for x in (ours, expected, *beside))) > 0.9995, field
+        scale, *scales = (getattr(x, f"{field}_scale").view(torch.uint8) for x in (ours, expected, *beside))
+        assert share_in(scale, scales) > 0.9995, field
     torch.testing.assert_close(ours.lse_shift, expected.lse_shift, rtol=2e-5, atol=2e-5)
     for got, want in zip(ours.global_scale, expected.global_scale, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
