@@ -14,6 +14,7 @@ NEEDED = ("aiohttp", "av", "comfy_kitchen", "torchsde", "transformers")
 # How the host is started and which kernel the node runs; on a GPU "--use-pytorch-cross-attention" and "auto".
 ARGUMENTS = os.environ.get("COMFYUI_TEST_ARGUMENTS", "--cpu --use-pytorch-cross-attention").split()
 KERNEL = os.environ.get("COMFYUI_TEST_KERNEL", "reference")
+IN_FP8 = KERNEL != "reference" and "int8_int8" not in KERNEL  # values and probabilities of three bits
 HOST_READY = bool(COMFYUI) and all(importlib.util.find_spec(name) for name in NEEDED)
 
 
@@ -134,9 +135,16 @@ def patch():
 
 @pytest.fixture(scope="session")
 def call_limit():
-    """Relative L2 of one call against ComfyUI's. int8_int8 measures at most 0.018 on tiny models' tensors;
-    values and probabilities in FP8 have three bits."""
-    return 0.025 if KERNEL == "reference" or "int8_int8" in KERNEL else 0.08
+    """Relative L2 of one call against ComfyUI's: on tiny models at most 0.0214 measured for the reference's
+    int8_int8 and 0.0292 for cuda_int8_fp8_sm90 on an H200 (README.md); 1.17 and 1.5 times that."""
+    return 0.045 if IN_FP8 else 0.025
+
+
+@pytest.fixture(scope="session")
+def psnr_limit():
+    """dB between patched and unpatched latents: at least 47.5 and 42.6 measured, as above; 3.5 less, which is
+    1.5 times the error. Uniform attention weights give 25."""
+    return 39.0 if IN_FP8 else 44.0
 
 
 @pytest.fixture
