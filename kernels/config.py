@@ -43,8 +43,15 @@ class VCConfig:
         ):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} must be one of {', '.join(known)}, got {getattr(self, field)!r}")
-        if not 1 <= self.clusters <= MAX_CLUSTERS:
-            raise ValueError(f"clusters must be 1 to {MAX_CLUSTERS}, got {self.clusters}")
+        if not isinstance(self.clusters, int) or not 1 <= self.clusters <= MAX_CLUSTERS:
+            raise ValueError(f"clusters must be 1 to {MAX_CLUSTERS}, got {self.clusters!r}")
+        for field, known in (
+            ("demean", (True, False)),
+            ("rotate_qk", (None, True, False)),
+            ("smooth_k", (True, False)),
+        ):
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} must be one of {known}, got {getattr(self, field)!r}")
         if self.precision == "4-bit" and (self.expcast == "on" or self.value_format != "auto"):
             raise ValueError(
                 "4-bit has one recipe (NVFP4, no ExpCast): set expcast to auto or off, value_format to auto; "

@@ -1,11 +1,13 @@
 """vc_attention(): choose a kernel, prepare its operands, attend."""
 
 import contextlib
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from .config import EXPCAST_CHOICES, PRECISIONS, VALUE_FORMATS, VCConfig
+from .formats import FLOAT_DTYPES
 from .operands import AttentionProblem, TokenGrouping, boxed, heads_in_a_row
 from .registry import KernelSpec, choose_kernel, load_grouping
 from .torch_op import define_op
@@ -29,8 +31,9 @@ def vc_attention(
     """Low-bit attention of q over k and v (VC-Attention).
 
     q: [B, H, Lq, D]; k, v: [B, H, Lk, D]; bf16, fp16 or fp32 on one device, last dimension contiguous.
-    grouping: from group_tokens; None means token order. key_mask: bool [B, Lk], True = attend; a masked key
-    does not exist, its value may be anything. scale: softmax scale, D ** -0.5 by default. rope: (cos, sin,
+    grouping: from group_tokens; None means token order. That its order is a permutation is checked on a CPU
+    alone: on a GPU, looking would wait for it. key_mask: bool [B, Lk], True = attend; a masked key does not
+    exist, its value may be anything. scale: softmax scale, D ** -0.5 by default. rope: (cos, sin,
     "interleaved" | "half") with tables [L, D/2] or [B, L, D/2], applied to q and k first.
 
     Returns [B, H, Lq, D] in q's dtype (memory [B, Lq, H, D]); with return_lse also the natural-log row
@@ -39,7 +42,8 @@ def vc_attention(
     Raises ValueError for inputs outside this contract, and if the kernel asked for cannot run the call. It
     never runs another kernel instead: a caller that wants a fallback asks choose_kernel() first.
     """
-    cos, sin, layout = rope if rope is not None else (None, None, "")
+    cos, sin, layout = _rope_parts(rope)
+    _validate_config(config)
     out, lse = _attention_op(
         q,
         k,
@@ -50,7 +54,7 @@ def vc_attention(
         sin,
         layout,
         list(_config_codes(config)),
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        None if scale is None else float(scale),
         kernel,
         return_lse,
     )
@@ -68,9 +72,18 @@ class PreparedCall:
     dtype: torch.dtype
 
 
+@contextlib.contextmanager
 def on_device(device: torch.device):
-    """Launches go to the current GPU, whichever the tensors are on: make theirs the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    """Launches go to the current GPU, whichever the tensors are on: make theirs the current one.
+
+    A caller's autocast ends here: it would round the products of codes to 16 bits.
+    """
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        if torch.amp.is_autocast_available(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 def prepare_call(
@@ -89,11 +102,18 @@ def prepare_call(
     """First half of vc_attention, for callers that free q, k and v before the output is allocated.
 
     q, k, v: tensors, or boxes (operands.Box) that hold them alone: each is emptied as soon as it was read for
-    the last time. An error may leave some empty.
+    the last time. An error may leave some empty. Raises ValueError as vc_attention, and where a gradient is
+    wanted, which the halves could not refuse later.
     """
     q, k, v = boxed(q), boxed(k), boxed(v)
     order = None if grouping is None else grouping.order
+    _validate_config(config)
     validate(q.peek(), k.peek(), v.peek(), order, key_mask, rope)
+    if torch.is_grad_enabled() and any(box.peek().requires_grad for box in (q, k, v)):
+        raise ValueError("low-bit attention has no gradient: call it under torch.no_grad()")
+    scale = q.peek().shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     choice = choose_kernel(AttentionProblem.of(q.peek(), k.peek(), v.peek(), config, rope), kernel)
     if choice.kernel is None:
         raise ValueError(f"no kernel can run this call: {choice.reason}")
@@ -107,7 +127,7 @@ def prepare_call(
             choice.recipe,
             order=order,
             key_count=key_count,
-            softmax_scale=shape[-1] ** -0.5 if scale is None else float(scale),
+            softmax_scale=scale,
             rope=rope,
             want_lse=return_lse,
         )
@@ -137,13 +157,21 @@ def group_tokens(v, clusters, previous: TokenGrouping | None = None, key_mask=No
     not change when K and V are permuted alike: any order is correct, a better one leaves smaller residuals.
     Raises ValueError for inputs outside this contract.
     """
-    if v.dim() != 4 or not v.is_floating_point():
-        raise ValueError(f"v must be a float [B, H, Lk, D], got {v.dtype} {tuple(v.shape)}")
+    if v.dim() != 4 or v.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"v must be a float [B, H, Lk, D] (bf16, fp16 or fp32), got {v.dtype} {tuple(v.shape)}"
+        )
+    if 0 in v.shape:
+        raise ValueError(f"v must not be empty, got {tuple(v.shape)}")
+    _validate_last_strides(v)
     VCConfig(clusters=clusters)
     centroids = None if previous is None else previous.centroids
     expected = (*v.shape[:2], clusters, v.shape[3])
-    if centroids is not None and tuple(centroids.shape) != expected:
-        raise ValueError(f"previous centroids must be {expected}, got {tuple(centroids.shape)}")
+    if centroids is not None and (tuple(centroids.shape) != expected or centroids.dtype != torch.float32):
+        got = f"{centroids.dtype} {tuple(centroids.shape)}"
+        raise ValueError(f"previous centroids must be float32 {expected}, got {got}")
+    _validate_key_mask(key_mask, v)
+    _validate_devices(v, centroids, key_mask)
     return TokenGrouping(*_group_op(v, clusters, centroids, key_mask))
 
 
@@ -151,8 +179,13 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
     """Attention over the union of two disjoint key sets, from each set's output and log-sum-exp.
 
     out: [B, H, Lq, D]; lse: fp32 [B, H, Lq], natural log, -inf where a set has no key. Returns (out, lse)
-    in out_a's dtype.
+    in out_a's dtype. Raises ValueError for tensors that do not fit each other.
     """
+    shapes = [tuple(x.shape) for x in (out_a, lse_a, out_b, lse_b)]
+    if shapes != [shapes[0], shapes[0][:-1]] * 2:
+        raise ValueError(f"out and lse of both sets must be [B, H, Lq, D] and [B, H, Lq], got {shapes}")
+    if lse_a.dtype != torch.float32 or lse_b.dtype != torch.float32:
+        raise ValueError(f"lse must be float32, got {lse_a.dtype} and {lse_b.dtype}")
     lse = torch.logaddexp(lse_a, lse_b)
     # a row without keys in either set stays 0, -inf
     share_a, share_b = (
@@ -186,35 +219,67 @@ def validate(q, k, v, order, key_mask, rope):
         raise ValueError(f"q and k must agree in B, H and D, got {tuple(q.shape)} and {tuple(k.shape)}")
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"q and k must not be empty, got {tuple(q.shape)} and {tuple(k.shape)}")
-    tensors = [t for t in (q, k, v, order, key_mask) if t is not None]
-    if len({t.device for t in tensors}) > 1:
-        raise ValueError(
-            f"all tensors must be on one device, got {', '.join(str(t.device) for t in tensors)}"
-        )
-    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (q, k, v)):
-        raise ValueError(
-            f"the last dimension must be contiguous, got strides {[t.stride() for t in (q, k, v)]}"
-        )
+    _validate_devices(q, k, v, order, key_mask, *(rope[:2] if rope is not None else ()))
+    _validate_last_strides(q, k, v)
     if order is not None and (order.shape != k.shape[:3] or order.dtype != torch.int32):
         raise ValueError(f"order must be int32 {tuple(k.shape[:3])}, got {order.dtype} {tuple(order.shape)}")
-    if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[2]) or key_mask.dtype != torch.bool):
-        expected = (k.shape[0], k.shape[2])
-        raise ValueError(f"key_mask must be bool {expected}, got {key_mask.dtype} {tuple(key_mask.shape)}")
+    if order is not None and order.device.type == "cpu":
+        in_order = torch.arange(order.shape[2], dtype=torch.int32)
+        if not torch.equal(order.sort(-1).values, in_order.expand_as(order)):
+            raise ValueError(
+                f"each row of order must list every key 0 to {order.shape[2] - 1} once, got another list"
+            )
+    _validate_key_mask(key_mask, k)
     if rope is not None:
         _validate_rope(q, k, *rope)
+
+
+def _validate_devices(*tensors):
+    devices = [t.device for t in tensors if t is not None]
+    if len(set(devices)) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(map(str, devices))}")
+
+
+def _validate_last_strides(*tensors):
+    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in tensors):
+        strides = [t.stride() for t in tensors]
+        raise ValueError(f"the last dimension must be contiguous, got strides {strides}")
+
+
+def _validate_key_mask(key_mask, k):
+    expected = (k.shape[0], k.shape[2])
+    if key_mask is not None and (tuple(key_mask.shape) != expected or key_mask.dtype != torch.bool):
+        raise ValueError(f"key_mask must be bool {expected}, got {key_mask.dtype} {tuple(key_mask.shape)}")
+
+
+def _validate_config(config):
+    if not isinstance(config, VCConfig):
+        raise ValueError(f"config must be a VCConfig, got {config!r}")
+
+
+def _rope_parts(rope):
+    """(cos, sin, layout) for the operator, which takes no tuple of tensors and a word."""
+    if rope is None:
+        return None, None, ""
+    if len(rope) != 3 or not all(isinstance(table, torch.Tensor) for table in rope[:2]):
+        kinds = ", ".join(type(part).__name__ for part in rope)
+        raise ValueError(f"rope must be (cos, sin, layout) with two tensors and a word, got ({kinds})")
+    return rope
 
 
 def _validate_rope(q, k, cos, sin, layout):
     if layout not in ("interleaved", "half"):
         raise ValueError(f"rope layout must be interleaved or half, got {layout!r}")
-    length = max(q.shape[2], k.shape[2])
-    for table in (cos, sin):
-        fits = table.dim() in (2, 3) and table.shape[-1] == q.shape[3] // 2 and table.shape[-2] >= length
-        if not fits or (table.dim() == 3 and table.shape[0] != q.shape[0]):
-            raise ValueError(
-                f"rope tables must be [L, D/2] or [B, L, D/2] with L >= {length}, D/2 = {q.shape[3] // 2}, "
-                f"got {tuple(table.shape)}"
-            )
+    if cos.shape != sin.shape or not (cos.is_floating_point() and sin.is_floating_point()):
+        got = f"{cos.dtype} {tuple(cos.shape)} and {sin.dtype} {tuple(sin.shape)}"
+        raise ValueError(f"rope tables must be floats of one shape, got {got}")
+    length, half = max(q.shape[2], k.shape[2]), q.shape[3] // 2
+    fits = cos.dim() in (2, 3) and cos.shape[-1] == half and cos.shape[-2] >= length
+    if not fits or (cos.dim() == 3 and cos.shape[0] != q.shape[0]):
+        raise ValueError(
+            f"rope tables must be [L, D/2] or [B, L, D/2] with L >= {length}, D/2 = {half}, "
+            f"got {tuple(cos.shape)}"
+        )
 
 
 def _config_codes(config):
@@ -261,6 +326,8 @@ def _attention(
 
 
 def _fake_attention(q, k, v, order, key_mask, cos, sin, rope_layout, config, scale, kernel, return_lse):
+    # with a meta tensor among others this runs instead of the kernel, and its output holds nothing
+    _validate_devices(q, k, v, order, key_mask, cos, sin)
     b, h, lq, d = q.shape
     out = q.new_empty(b, lq, h, d).transpose(1, 2)
     return out, q.new_empty((b, h, lq) if return_lse else (0,), dtype=torch.float32)
@@ -268,7 +335,7 @@ def _fake_attention(q, k, v, order, key_mask, cos, sin, rope_layout, config, sca
 
 _attention_op = define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? order, Tensor? key_mask, Tensor? cos, Tensor? sin, "
-    "str rope_layout, int[] config, float scale, str kernel, bool return_lse) -> (Tensor, Tensor)",
+    "str rope_layout, int[] config, float? scale, str kernel, bool return_lse) -> (Tensor, Tensor)",
     _attention,
     _fake_attention,
 )

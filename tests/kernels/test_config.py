@@ -60,6 +60,10 @@ def test_4_bit_does_not_rotate_unless_asked():
         ({"value_format": "e5m2"}, "value_format must be one of"),
         ({"clusters": 257}, "clusters must be 1 to 256, got 257"),
         ({"clusters": 0}, "clusters must be 1 to 256, got 0"),
+        ({"clusters": 12.5}, "clusters must be 1 to 256, got 12.5"),
+        ({"clusters": "8"}, "clusters must be 1 to 256, got '8'"),
+        ({"demean": "no"}, r"demean must be one of \(True, False\), got 'no'"),
+        ({"rotate_qk": "auto"}, r"rotate_qk must be one of \(None, True, False\), got 'auto'"),
     ],
 )
 def test_combinations_without_a_recipe(choices, message):

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from comfyui_vc_attention.kernels import (
+    TokenGrouping,
     VCConfig,
     attend_call,
     dispatch,
@@ -194,6 +195,32 @@ BAD = {
         {"rope": (torch.ones(60, 32), torch.ones(60, 32), "half")},
         "rope tables must be",
     ),
+    "rope tables of two shapes": (
+        small(),
+        {"rope": (torch.ones(300, 32), torch.ones(400, 32), "half")},
+        "rope tables must be floats of one shape, got",
+    ),
+    "rope of integers": (
+        small(),
+        {"rope": (torch.ones(300, 32).int(), torch.ones(300, 32).int(), "half")},
+        "rope tables must be floats of one shape, got torch.int32",
+    ),
+    "rope without tables": (small(), {"rope": (None, None, "half")}, r"rope must be \(cos, sin, layout\)"),
+    "rope without a layout": (
+        small(),
+        {"rope": (torch.ones(300, 32), torch.ones(300, 32))},
+        r"rope must be \(cos, sin, layout\) .*, got \(Tensor, Tensor\)",
+    ),
+    "rope elsewhere": (
+        small(),
+        {"rope": (torch.ones(300, 32, device="meta"),) * 2 + ("half",)},
+        "on one device, got cpu, cpu, cpu, meta, meta",
+    ),
+    "k elsewhere": (changed(1, lambda k: k.to("meta")), {}, "on one device, got cpu, meta, cpu"),
+    "scalar": (changed(0, lambda q: q[0, 0, 0, 0]), {}, r"q and k must be \[B, H, L, D\], got \(\)"),
+    "no channels": ([t[..., :0] for t in small()], {}, "must not be empty, got"),
+    "scale": (small(), {"scale": float("nan")}, "scale must be finite, got nan"),
+    "config": (small(), {"config": "8-bit"}, "config must be a VCConfig, got '8-bit'"),
     "dtype": ([t.double() for t in small()], {}, "takes bf16, fp16 and fp32, got float64"),
     "auto on a CPU": (small(), {"kernel": "auto"}, "kernel reference runs anywhere"),
     "unknown kernel": (small(), {"kernel": "sage"}, "unknown kernel 'sage'"),
@@ -233,6 +260,49 @@ def test_a_grouping_of_another_length_is_refused():
         vc_attention(q, k, v, grouping=group_tokens(v[:, :, :100], 8), kernel="reference")
 
 
+@pytest.mark.parametrize("change", [torch.zeros_like, lambda order: order + 1, lambda order: order - 1])
+def test_an_order_that_is_no_permutation_is_refused(change):
+    q, k, v = small()
+    order = change(group_tokens(v, 8).order)
+    with pytest.raises(ValueError, match="must list every key 0 to 299 once"):
+        vc_attention(q, k, v, grouping=TokenGrouping(order, None), kernel="reference")
+
+
+@every_config
+def test_autocast_of_a_caller_changes_nothing(config):
+    q, k, v = small()
+
+    def call():
+        grouping = group_tokens(v, 8)
+        return grouping.order, *vc_attention(
+            q, k, v, config, grouping=grouping, kernel="reference", return_lse=True
+        )
+
+    expected = call()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = call()
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_wanted_gradient_is_refused():
+    q, k, v = (x.float().requires_grad_() for x in small())
+    with pytest.raises(ValueError, match=r"no gradient: call it under torch.no_grad\(\)"):
+        prepare_call(q, k, v, kernel="reference")
+    with torch.no_grad():
+        attend_call(prepare_call(q, k, v, kernel="reference"))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        vc_attention(q, k, v, kernel="reference").sum().backward()
+
+
+def test_merging_refuses_what_would_be_broadcast():
+    out, lse = torch.zeros(2, 3, 5, 16), torch.zeros(2, 3, 5)
+    for part in ((out[:1], lse[:1]), (out[:, :, :1], lse[:, :, :1]), (out, lse[:, :1])):
+        with pytest.raises(ValueError, match=r"out and lse of both sets must be \[B, H, Lq, D\]"):
+            merge_attention(out, lse, *part)
+    with pytest.raises(ValueError, match="lse must be float32, got torch.float32 and torch.bfloat16"):
+        merge_attention(out, lse, out, lse.bfloat16())
+
+
 def test_group_tokens_refuses():
     _, _, v = small()
     with pytest.raises(ValueError, match=r"v must be a float \[B, H, Lk, D\]"):
@@ -241,6 +311,19 @@ def test_group_tokens_refuses():
         group_tokens(v, 300)
     with pytest.raises(ValueError, match="previous centroids must be"):
         group_tokens(v, 16, group_tokens(v, 8))
+    half = TokenGrouping(None, group_tokens(v, 8).centroids.half())
+    with pytest.raises(ValueError, match=r"previous centroids must be float32 .*, got torch.float16"):
+        group_tokens(v, 8, half)
+    with pytest.raises(ValueError, match="v must not be empty, got"):
+        group_tokens(v[:, :, :0], 8)
+    with pytest.raises(ValueError, match=r"v must be a float .*, got torch.float64"):
+        group_tokens(v.double(), 8)
+    with pytest.raises(ValueError, match="the last dimension must be contiguous, got strides"):
+        group_tokens(v.transpose(2, 3), 8)
+    with pytest.raises(ValueError, match=r"key_mask must be bool \(2, 300\), got torch.bool \(1, 300\)"):
+        group_tokens(v, 8, key_mask=mask_of(300, 1))
+    with pytest.raises(ValueError, match="on one device, got cpu, meta"):
+        group_tokens(v, 8, key_mask=mask_of(300).to("meta"))
 
 
 def test_an_output_to_write_into_must_fit():
