@@ -299,7 +299,7 @@ def test_merging_refuses_what_would_be_broadcast():
     for part in ((out[:1], lse[:1]), (out[:, :, :1], lse[:, :, :1]), (out, lse[:, :1])):
         with pytest.raises(ValueError, match=r"out and lse of both sets must be \[B, H, Lq, D\]"):
             merge_attention(out, lse, *part)
-    with pytest.raises(ValueError, match="lse must be float32, got torch.float32 and torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"lse must be float32, got torch\.float32 and torch\.bfloat16"):
         merge_attention(out, lse, out, lse.bfloat16())
 
 
