@@ -11,6 +11,8 @@ from .status_events import send_status, show_text
 
 log = logging.getLogger("vc_attention")
 
+EIGHT_BITS = ("int8_int8", "int8_fp8", "fp8_fp8")
+
 
 def say(text: str, node_id: str | None = None, level: int = logging.INFO) -> None:
     """One log line, and the same text as a note on the node if ComfyUI's server runs."""
@@ -144,10 +146,18 @@ class RunReport:
         """How a run of both precisions divided its steps between them; None for a run of one."""
         if self.settings is None or not self.settings.hybrid or not self.taken:
             return None
+        count = f"{self.steps} step" + "s" * (self.steps != 1)
         if self.few_steps:
-            return f"no 4 bits: with {self.steps} steps each counts, so all ran at 8 bits"
-        at_4_bits = len(self.record.steps_of("nvfp4"))
-        return f"4 bits in {at_4_bits} of {self.steps} steps, 8 bits in the first and the last ones"
+            return f"no 4 bits: with {count} each counts, so all ran at 8 bits"
+        at_4_bits = self.record.steps_of("nvfp4")
+        at_8_bits = set().union(*(self.record.steps_of(numerics) for numerics in EIGHT_BITS))
+        if not at_4_bits and len(at_8_bits) == self.steps:
+            return "no 4 bits: every step lies at an end of the denoising, which stays at 8 bits"
+        text = f"4 bits in {len(at_4_bits)} of {count}"
+        ends = [end for end, step in (("first", 0), ("last", self.steps - 1)) if step in at_8_bits]
+        if ends:
+            return f"{text}, 8 bits in the {' and the '.join(ends)} ones"
+        return f"{text}, 8 bits in {len(at_8_bits)}" if at_8_bits else text
 
     def _calls(self) -> str:
         kernels = ", ".join(f"{count:,} {name}" for name, count in self.kernels.most_common())

@@ -11,6 +11,7 @@ from comfyui_vc_attention.nodes.families import family_of
 from comfyui_vc_attention.nodes.model_patch import patch_attention
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.report_text import report_text
+from comfyui_vc_attention.nodes.run_report import RunReport
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
 
 FOUR, EIGHT = "reference nvfp4", "reference int8_int8"
@@ -53,6 +54,30 @@ def test_few_steps_all_run_at_8_bits_and_the_report_says_so(make_model, simple_s
     assert report.kernels == {EIGHT: 4} and max(errors) < 0.05
     told = "no 4 bits: with 4 steps each counts, so all ran at 8 bits"
     assert told in report.summary() and told in report_text([report])
+
+
+@pytest.mark.parametrize(
+    "part, told",
+    [
+        (slice(10, 21), "4 bits in 10 of 10 steps; "),
+        (slice(0, 11), "4 bits in 4 of 10 steps, 8 bits in the first ones"),
+        (slice(20, 31), "4 bits in 4 of 10 steps, 8 bits in the last ones"),
+        (slice(26, 31), "no 4 bits: every step lies at an end of the denoising, which stays at 8 bits"),
+        (slice(12, 14), "4 bits in 1 of 1 step; "),
+    ],
+)
+def test_a_part_of_a_schedule_is_told_as_it_ran(make_model, simple_sigmas, part, told):
+    """A range of steps, or denoise below 1, may hold one end of the denoising or none."""
+    report, _ = sampled(make_model, simple_sigmas(30)[part], settings())
+    assert told in report.summary() + "; " and told.rstrip("; ") in report_text([report])
+
+
+def test_a_stopped_hybrid_run_claims_no_last_steps():
+    report = RunReport("Wan", 20, settings())
+    for step in range(2):
+        report.record.add(step, 0, EIGHT)
+    report.taken = 2
+    assert report.precisions() == "4 bits in 0 of 20 steps, 8 bits in the first ones"
 
 
 def test_evaluations_are_counted_as_they_ran(make_model, simple_sigmas):
