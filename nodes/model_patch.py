@@ -184,6 +184,8 @@ class AttentionOverride(Shared):
             return Declined(f"shorter than {run.settings.shortest} tokens", block)
         if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
             return Declined("last dimension not contiguous", block)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+            return Declined("a gradient is wanted", block)  # by a training node
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return Declined("recorded into a CUDA graph", block)
         key_mask = None

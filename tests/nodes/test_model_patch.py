@@ -154,6 +154,18 @@ def test_calls_we_do_not_take_go_to_the_host_untouched(patched, caplog, how, rea
     assert reason in summary(caplog)
 
 
+def test_where_a_gradient_is_wanted_the_host_makes_it(patched, caplog):
+    """Training nodes sample with gradients; low-bit attention has none, and a LoRA would learn nothing."""
+    q, k, v = wan_call()
+    q.requires_grad_()
+    with caplog.at_level(logging.INFO, "vc_attention"):
+        results = one_call(patched(), qkv=(q, k, v))
+    assert all(reached_host == 1 and out.requires_grad for out, reached_host in results)
+    assert "a gradient is wanted" in summary(caplog)
+    with torch.no_grad():
+        assert all(reached_host == 0 for _, reached_host in one_call(patched(), qkv=(q, k, v)))
+
+
 def test_d05_fewer_key_heads_go_to_the_host(patched):
     q = torch.randn(1, 4, 96, 128)
     k = v = torch.randn(1, 2, 96, 128)
