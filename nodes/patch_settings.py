@@ -8,6 +8,7 @@ from ..kernels.registry import kernel_named
 
 # Below this, quantizing costs more than it saves. Chosen; ComfyUI's own sparse attention starts at 12,288.
 DEFAULT_MIN_TOKENS = 8192
+LAST_BLOCK = 9999  # chosen: far above any model's
 
 
 @dataclass(frozen=True)
@@ -61,5 +62,7 @@ def parse_blocks(text: str) -> frozenset[int]:
         match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"exact_blocks must list numbers and ranges like 0,1,38-39, got {text!r}")
+        if int(match[2] or match[1]) > LAST_BLOCK:  # a slip of the keyboard must not fill the memory
+            raise ValueError(f"exact_blocks must not exceed {LAST_BLOCK}, got {text!r}")
         blocks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(blocks)
