@@ -18,10 +18,10 @@ from .attend import (
 )
 from .group import cuda_kmeans
 from .prepare import cuda_nvfp4, cuda_sm90
+from .registry import MMA_FP8_CARDS
 
 GROUPING = "grouping"  # what builds are for that every row uses
 NODE_INPUTS = ("Bf16", "Fp16")  # what ComfyUI's models compute in
-MMA_FP8_CARDS = ((8, 9), (9, 0), (12, 0), (12, 1))  # of cuda_int8_fp8_sm89; sm_90 to test it
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from .config import Recipe, resolve_recipe
 from .device_record import known
 from .operands import AttentionProblem
 
-# Cards whose E4M3 products with f16 sums are single instructions.
-FAST_F16_SUMS = ((8, 9), (12, 0), (12, 1))
+FAST_F16_SUMS = ((8, 9), (12, 0), (12, 1))  # cards whose E4M3 products with f16 sums are one instruction
+MMA_FP8_CARDS = ((9, 0), *FAST_F16_SUMS)  # of cuda_int8_fp8_sm89; sm_90 to test it
+EXPERIMENTAL_CARDS = ((10, 0), (10, 3))  # kernels compile for these, and nobody has told of a test on one
+NO_INT8 = "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
 
 
 class Stages(NamedTuple):
@@ -20,10 +22,6 @@ class Stages(NamedTuple):
 
     prepare: Callable
     attend: Callable
-
-
-# Kernels compile for these cards, and nobody has told of a test on one.
-EXPERIMENTAL_CARDS = ((10, 0), (10, 3))
 
 
 @dataclass(frozen=True)
@@ -120,36 +118,41 @@ def _in_words(device_type: str) -> str:
     return {"cpu": "a CPU", "rocm": "an AMD GPU", "mps": "an Apple GPU"}.get(device_type, device_type)
 
 
-def _hopper_refuses(problem: AttentionProblem) -> str | None:
+def _card_refuses(problem: AttentionProblem, fits: bool, needs: str) -> str | None:
+    """fits: whether the NVIDIA card of problem does; needs: which cards do."""
     if problem.device_type != "cuda":
         return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
-    if problem.capability != (9, 0):
-        return f"needs sm_90 (H100, H200), got sm_{problem.capability[0]}{problem.capability[1]}"
-    if problem.head_dim != 128:
-        return f"needs head_dim 128, got {problem.head_dim}"
+    if not fits:
+        return f"needs {needs}, got sm_{problem.capability[0]}{problem.capability[1]}"
+    return None
+
+
+def _at_least(problem: AttentionProblem, lowest: tuple[int, int]) -> bool:
+    return problem.capability is not None and problem.capability >= lowest
+
+
+def _cuda_refuses(problem: AttentionProblem, fits: bool, needs: str) -> str | None:
+    """What the CUDA C++ rows have in common; fits and needs as _card_refuses."""
+    refusal = _card_refuses(problem, fits, needs)
+    if refusal is None and problem.head_dim != 128:
+        refusal = f"needs head_dim 128, got {problem.head_dim}"
     from .attend.cuda_build import why_no_build
 
-    return why_no_build()
+    return refusal or why_no_build()
+
+
+def _hopper_refuses(problem: AttentionProblem) -> str | None:
+    return _cuda_refuses(problem, problem.capability == (9, 0), "sm_90 (H100, H200)")
 
 
 def _mma_refuses(problem: AttentionProblem) -> str | None:
-    if problem.device_type != "cuda":
-        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
-    if problem.capability < (8, 0):
-        return f"needs sm_80 or newer, got sm_{problem.capability[0]}{problem.capability[1]}"
     if problem.capability == (10, 3):
-        return "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
-    if problem.head_dim != 128:
-        return f"needs head_dim 128, got {problem.head_dim}"
-    from .attend.cuda_build import why_no_build
-
-    return why_no_build()
+        return NO_INT8
+    return _cuda_refuses(problem, _at_least(problem, (8, 0)), "sm_80 or newer")
 
 
 def _mma_fp8_refuses(problem: AttentionProblem) -> str | None:
-    if problem.device_type == "cuda" and problem.capability not in ((9, 0), *FAST_F16_SUMS):
-        return f"needs sm_89, sm_90 or sm_120, got sm_{problem.capability[0]}{problem.capability[1]}"
-    return _mma_refuses(problem)
+    return _cuda_refuses(problem, problem.capability in MMA_FP8_CARDS, "sm_89, sm_90 or sm_120")
 
 
 def _has_fast_f16_sums(problem):
@@ -158,16 +161,10 @@ def _has_fast_f16_sums(problem):
 
 
 def _nvfp4_refuses(problem: AttentionProblem) -> str | None:
-    if problem.device_type != "cuda":
-        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
-    if problem.capability not in ((12, 0), (12, 1)):
-        got = f"sm_{problem.capability[0]}{problem.capability[1]}"
-        return f"needs 4-bit tensor cores of sm_120 (RTX 50, RTX PRO Blackwell), got {got}"
-    if problem.head_dim != 128:
-        return f"needs head_dim 128, got {problem.head_dim}"
-    from .attend.cuda_build import why_no_build
+    from .prepare.cuda_nvfp4 import NATIVE
 
-    return why_no_build()
+    needs = "4-bit tensor cores of sm_120 (RTX 50, RTX PRO Blackwell)"
+    return _cuda_refuses(problem, problem.capability in NATIVE, needs)
 
 
 def _triton_missing() -> str | None:
@@ -179,21 +176,15 @@ def _triton_missing() -> str | None:
 
 
 def _triton_refuses(problem: AttentionProblem, lowest: tuple[int, int]) -> str | None:
-    if problem.device_type != "cuda":
-        return f"needs an NVIDIA GPU, got {_in_words(problem.device_type)}"
-    if problem.capability < lowest:
-        return (
-            f"needs sm_{lowest[0]}{lowest[1]} or newer, got sm_{problem.capability[0]}{problem.capability[1]}"
-        )
-    if problem.head_dim not in formats.HEAD_DIMS:
-        return f"needs head_dim 64 or 128, got {problem.head_dim}"
-    return _triton_missing()
+    needs = f"sm_{lowest[0]}{lowest[1]} or newer"
+    refusal = _card_refuses(problem, _at_least(problem, lowest), needs)
+    if refusal is None and problem.head_dim not in formats.HEAD_DIMS:
+        refusal = f"needs head_dim 64 or 128, got {problem.head_dim}"
+    return refusal or _triton_missing()
 
 
 def _triton_int8_fp8_refuses(problem):
-    if problem.capability == (10, 3):
-        return "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
-    return _triton_refuses(problem, (8, 9))
+    return NO_INT8 if problem.capability == (10, 3) else _triton_refuses(problem, (8, 9))
 
 
 def _triton_fp8_fp8_refuses(problem):
@@ -201,9 +192,7 @@ def _triton_fp8_fp8_refuses(problem):
 
 
 def _triton_int8_int8_refuses(problem):
-    if problem.capability == (10, 3):
-        return "sm_103 has no INT8 tensor cores; use triton_fp8_fp8"
-    return _triton_refuses(problem, (8, 0))
+    return NO_INT8 if problem.capability == (10, 3) else _triton_refuses(problem, (8, 0))
 
 
 def _not_on_blackwell_datacenter(problem):
