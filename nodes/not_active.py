@@ -1,8 +1,7 @@
 """Why a model that went through a patch node carries no patch, kept on the model for the nodes behind it."""
 
-REASON = (
-    "vc_attention_not_active"  # in a model's options, where ComfyUI reads nothing and clones carry it along
-)
+# in a model's options, where ComfyUI reads nothing and clones carry it along
+REASON = "vc_attention_not_active"
 
 
 def with_reason(clone, reason: str):

@@ -6,12 +6,11 @@ import torch
 
 from ..operands import heads_in_a_row, new_output
 from ..prepare.cuda_mma import arch_of
-from ..prepare.cuda_sm90 import HopperOperands
+from ..prepare.cuda_sm90 import BLOCK_ROWS, HopperOperands
 from .cuda_build import load_module, pack
 from .cuda_int8_fp8_sm90 import OUT_TYPES
 
 CSRC = Path(__file__).parent / "csrc"
-BLOCK_ROWS = 192
 THREADS = 384
 CALL = "PPPPPPPPPP qqqq iiii f"  # struct Call of csrc/mma_frame.cuh
 

@@ -8,13 +8,13 @@ from .. import formats
 from ..operands import heads_in_a_row, new_output
 from ..prepare.cuda_nvfp4 import Nvfp4Operands, arch_of
 from .cuda_build import load_module, pack
+from .cuda_int8_fp8_sm90 import OUT_TYPES
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda_nvfp4_sm120.cu"
 THREADS = 256
 SHARED_BYTES = 3 * (2 * 9216 + 256 + 512)  # three slots
 UNIT = 16  # blocks of a head whose shifts are made together
 SHIFT_BYTES = 64 * 2**20  # of the scores' shifts at a time (N3)
-OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CALL = "PPPPPPPPPPPPP qqq iiii ii f"  # struct Call
 
 

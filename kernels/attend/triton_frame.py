@@ -107,8 +107,8 @@ def copy_descriptors(operands: TritonOperands):
     4% faster at 32,768 tokens (H200, Triton 3.6, 2026-11-30). Measured there, at 128 channels, and so used
     only there.
     """
-    device, d = operands.k.device, operands.k.shape[-1]
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or d != 128:
+    d = operands.k.shape[-1]
+    if capability_of(operands.k.device) != (9, 0) or d != 128:
         return None
     try:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -141,4 +141,4 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 def has_packing_casts(device: torch.device) -> bool:
     """Whether the card converts and packs four probabilities in two instructions (sm_89 and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return (capability_of(device) or (0, 0)) >= (8, 9)

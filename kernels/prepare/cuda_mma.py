@@ -4,6 +4,7 @@ import torch
 
 from .. import formats
 from ..config import Recipe
+from ..operands import boxed
 from . import cuda_sm90
 
 # F6: codes stay under 2, and a tile's products fit an f16 accumulator (attend/csrc/cuda_int8_fp8_sm89.cu)
@@ -15,9 +16,7 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
     FP8 values are codes of v / v_scale with v_scale = amax|v| / VALUE_TOP.
     """
-    # q may be boxed
-    device = q.device if isinstance(q, torch.Tensor) else q.peek().device
-    target = cuda_sm90.Target(arch_of(device), VALUE_TOP)
+    target = cuda_sm90.Target(arch_of(boxed(q).peek().device), VALUE_TOP)
     return cuda_sm90.quantize(
         q, k, v, recipe, target,
         order=order, key_count=key_count, softmax_scale=softmax_scale, rope=rope, want_lse=want_lse,

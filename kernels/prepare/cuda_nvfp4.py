@@ -13,9 +13,7 @@ from .cuda_sm90 import INPUTS, _is_wide, _rope_fields, _rows, _sign_words
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda_nvfp4.cu"
 HEAD_DIM = 128
-BLOCK_ROWS = (
-    128  # query rows of a block of the attention kernel; they share a mean where queries are smoothed
-)
+BLOCK_ROWS = 128  # query rows of a block of the attention kernel; smoothed, they share a mean
 TILE_RECORD = 8192 + 1024  # codes of a tile, then their scales
 CHUNK = 1024  # keys of one partial sum
 NATIVE = ((12, 0), (12, 1))  # cards with the instructions
