@@ -23,7 +23,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACK_NAME = "comfyui_vc_attention"
-UNSEEN = ((10, 0), (10, 3))  # kernels compile for these cards, and nobody has told of a test on one
 EXPERIMENTAL = "; experimental: compiled for such cards, never run on one"
 TOKENS, HEAD_DIM = 32_768, 128  # of the attention call that the table is about: a video model's
 
@@ -253,7 +252,7 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
     entries = {name: known(problem_on(torch, card), name) for name, _ in rows}
     failed = any(entry is not None and entry.why_not for entry in entries.values())
     untested = "not tested: the node takes it by name only, --all tests it" if any(entries.values()) else ""
-    untested = (untested or "not tested yet") + (EXPERIMENTAL if card.capability in UNSEEN else "")
+    untested = (untested or "not tested yet") + experimental(card)
     lines = ["", f"Kernels on {card}:" if card.device_type != "cpu" else "Kernels without a GPU:"]
     width = max(len(name) for name, _ in rows)
     for name, reason in rows:
@@ -274,6 +273,13 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
     return lines + ([] if details else next_steps(torch, card, failed))
 
 
+def experimental(card: Card) -> str:
+    """What is said of kernels on a card that nobody has told of a test on."""
+    from comfyui_vc_attention.kernels.registry import EXPERIMENTAL_CARDS
+
+    return EXPERIMENTAL if card.capability in EXPERIMENTAL_CARDS else ""
+
+
 def card_of_arch(text: str) -> Card:
     """sm_120, sm_90a or 12.0. Raises ArgumentTypeError for anything else."""
     found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?", text)
@@ -288,9 +294,7 @@ def dry_run_lines(torch, card: Card) -> list[str]:
     lines, width = ["", f"Kernels that {card} would get, compiled here:"], max(len(name) for name, _ in rows)
     for name, reason in rows:
         if name != "reference":
-            verdict = f"no   {reason}" if reason else cost(name, card.capability)
-            if not reason and card.capability in UNSEEN:
-                verdict += EXPERIMENTAL
+            verdict = f"no   {reason}" if reason else cost(name, card.capability) + experimental(card)
             lines.append(f"  {name:{width}}  {verdict}")
     lines.append(f"Without a test on such a card, the node's auto takes {automatic or 'none of them'}.")
     return lines

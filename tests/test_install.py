@@ -218,6 +218,13 @@ def test_table_tells_what_was_tested_and_how_fast_it_is(install, kept):
     assert "faster from 4,096 on" in out and "The node's auto takes triton_int8_int8." in out
 
 
+@pytest.mark.parametrize(("capability", "said"), [((10, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_cards_that_nobody_told_of_a_test_on_are_experimental(install, monkeypatch, capability, said):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: None)
+    lines = install.kernel_lines(torch, install.Card("a card", "cuda", capability))
+    assert any("never run on one" in line for line in lines) == said
+
+
 def test_untested_kernels_are_never_picked_where_others_were_tested(install, kept):
     kept.save(entry("triton_int8_fp8"))
     out = lines_of(install)
