@@ -30,6 +30,7 @@ def reference_layout(operands) -> VCOperands:
     v_scale = operands.v_scale
     if v_scale is None:
         v_scale = operands.v[..., 16384:16896].contiguous().view(torch.float32).nan_to_num()
+        v_scale = torch.where(v_scale == 0, 1.0, v_scale)  # of a channel of zeros; the reference says 1
     if operands.key_count is not None:
         index = torch.arange(keys, device=k.device)[None] < operands.key_count[:, None]
         k, v = (torch.where(index[:, None, :, None], codes, 0) for codes in (k, v))

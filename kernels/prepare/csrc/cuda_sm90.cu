@@ -363,8 +363,8 @@ DEVICE void quantize_v(const Job& job) {
       top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, step));
       top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, step));
     }
-    sx = top_x > 0.f ? top_x / 127.f : 1.f;
-    sy = top_y > 0.f ? top_y / 127.f : 1.f;
+    // 0 for a channel of zeros: the rounding of its sums' conversion in attend() then reaches no output
+    sx = top_x / 127.f, sy = top_y / 127.f;
     if (a == 0) ((float2*)(image + 16384))[pair] = make_float2(sx, sy);
   } else if (threadIdx.x < 64) {
     // eight equal rows of ones, zero at absent keys: they sum the probabilities
@@ -374,8 +374,8 @@ DEVICE void quantize_v(const Job& job) {
     for (int g = 0; g < 4; g++) ones[g] = 0x38383838u & real_bytes(count - 32 * g - 4 * i);
     *(uint4*)(image + 16384 + r * 128 + (i ^ r) * 16) = make_uint4(ones[0], ones[1], ones[2], ones[3]);
   }
-  store_channel<INT8>(image, c, a, count, x, 1.f / sx);
-  store_channel<INT8>(image, c + 1, a, count, y, 1.f / sy);
+  store_channel<INT8>(image, c, a, count, x, sx > 0.f ? 1.f / sx : 0.f);
+  store_channel<INT8>(image, c + 1, a, count, y, sy > 0.f ? 1.f / sy : 0.f);
   __syncthreads();
   constexpr int RECORD = 16384 + (INT8 ? 512 : 1024);
   uint4* out = (uint4*)(job.v_image + index * RECORD);
