@@ -7,7 +7,7 @@ from comfyui_vc_attention.kernels.attend import reference as attend_reference
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.prepare import cuda_sm90
 from comfyui_vc_attention.kernels.prepare import reference as prepare_reference
-from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
+from comfyui_vc_attention.kernels.testing import exact_attention, poison_free_memory, relative_l2, sample_qkv
 
 from .hopper_layout import ones_rows, reference_layout
 
@@ -200,6 +200,76 @@ def test_equal_runs_are_equal(recipe):
     q, k, v = sample("clustered", (1, 8, 1000, 128), 5000)
     runs = [ATTEND[recipe.numerics](cuda_sm90.prepare(q, k, v, recipe, **scaled(q))) for _ in range(5)]
     assert all(torch.equal(run[0], runs[0][0]) for run in runs)
+
+
+def many_blocks(heads=8, keys=20_000):
+    """More query blocks than multiprocessors, ten groups of tile means, a last tile of 32 keys."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    q, k, v = (
+        torch.randn(1, keys, heads, 128, device="cuda", generator=generator).bfloat16().transpose(1, 2)
+        for _ in range(3)
+    )
+    k += torch.randn(1, heads, 1, 128, device="cuda", generator=generator).bfloat16()
+    return q, k, v, some_order(k)
+
+
+def prepared(q, k, v, recipe, order, **options):
+    return cuda_sm90.prepare(q, k, v, recipe, order=order, **scaled(q), **options)
+
+
+def bytes_of(operands):
+    parts = {name: getattr(operands, name) for name in ("q", "q_scale", "k", "v", "v_scale", "means")}
+    return {name: part.contiguous().view(torch.uint8) for name, part in parts.items() if part is not None}
+
+
+@every_recipe
+def test_operands_do_not_depend_on_strides_or_memory(recipe):
+    """Whatever lay in the memory before, and wherever q, k and v lie."""
+    q, k, v, order = many_blocks()
+    first = bytes_of(prepared(q, k, v, recipe, order))
+    for case in ("again", "contiguous", "poisoned"):
+        if case == "contiguous":
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        if case == "poisoned":
+            poison_free_memory(q.device)
+        for field, found in bytes_of(prepared(q, k, v, recipe, order)).items():
+            assert torch.equal(found, first[field]), (case, field)
+
+
+@every_recipe
+def test_blocks_that_take_turns_are_equal(recipe):
+    """Every multiprocessor takes several blocks: runs are equal, and equal to one block a multiprocessor."""
+    q, k, v, order = many_blocks()
+    operands = prepared(q, k, v, recipe, order, want_lse=True)
+    out, lse = ATTEND[recipe.numerics](operands)
+    for _ in range(10):
+        for found, first in zip(ATTEND[recipe.numerics](operands), (out, lse), strict=True):
+            assert torch.equal(found, first)
+    for head in range(8):
+        part = slice(head, head + 1)
+        alone = prepared(q[:, part], k[:, part], v[:, part], recipe, order[:, part])
+        assert torch.equal(ATTEND[recipe.numerics](alone)[0], out[:, part]), head
+
+
+@every_recipe
+def test_many_blocks_agree(recipe):
+    q, k, v, order = many_blocks(3)
+    q = torch.cat([q] * 2, 2)[:, :, :30_000]
+    operands = prepared(q, k, v, recipe, order)
+    out = ATTEND[recipe.numerics](operands)[0]
+    rows = torch.arange(0, 30_000, 7, device="cuda")
+    expected = attend_reference.attend(reference_layout(prepared(q[:, :, rows], k, v, recipe, order)))[0]
+    assert relative_l2(out[:, :, rows], expected) < TOLERANCE[recipe.numerics] + 2e-3
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.numerics == "int8_int8"], ids=name)
+@pytest.mark.parametrize("value", [0.0, 0.75])
+def test_channels_of_one_value_are_exact(recipe, value):
+    """Zeros stay zeros: no rounding of an accumulator's conversion reaches them."""
+    q, k, v = sample("gauss", (1, 2, 200, 128), 1000)
+    v[..., ::3] = value
+    out = ATTEND[recipe.numerics](prepared(q, k, v, recipe, None))[0]
+    assert (out[..., ::3] - value).abs().max() <= value / 128
 
 
 @every_recipe
