@@ -7,7 +7,8 @@ from comfyui_vc_attention.kernels.attend import reference as attend_reference
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.prepare import cuda_sm90
 from comfyui_vc_attention.kernels.prepare import reference as prepare_reference
-from comfyui_vc_attention.kernels.testing import exact_attention, poison_free_memory, relative_l2, sample_qkv
+from comfyui_vc_attention.kernels.selftest import poison_free_memory
+from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
 from .hopper_layout import ones_rows, reference_layout
 
