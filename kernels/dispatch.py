@@ -33,7 +33,7 @@ def vc_attention(
     q: [B, H, Lq, D]; k, v: [B, H, Lk, D]; bf16, fp16 or fp32 on one device, last dimension contiguous.
     grouping: from group_tokens; None means token order. That its order is a permutation is checked on a CPU
     alone: on a GPU, looking would wait for it. key_mask: bool [B, Lk], True = attend; a masked key does not
-    exist, its value may be anything. scale: softmax scale, D ** -0.5 by default. rope: (cos, sin,
+    exist, its value may be anything. scale: of the softmax, at least 0; D ** -0.5 by default. rope: (cos, sin,
     "interleaved" | "half") with tables [L, D/2] or [B, L, D/2], applied to q and k first.
 
     Returns [B, H, Lq, D] in q's dtype (memory [B, Lq, H, D]); with return_lse also the natural-log row
@@ -112,8 +112,8 @@ def prepare_call(
     if torch.is_grad_enabled() and any(box.peek().requires_grad for box in (q, k, v)):
         raise ValueError("low-bit attention has no gradient: call it under torch.no_grad()")
     scale = q.peek().shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not 0 <= scale < math.inf:  # kernels find the largest score before they scale it
+        raise ValueError(f"scale must be finite and not negative, got {scale}")
     choice = choose_kernel(AttentionProblem.of(q.peek(), k.peek(), v.peek(), config, rope), kernel)
     if choice.kernel is None:
         raise ValueError(f"no kernel can run this call: {choice.reason}")
