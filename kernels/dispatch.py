@@ -33,8 +33,8 @@ def vc_attention(
     q: [B, H, Lq, D]; k, v: [B, H, Lk, D]; bf16, fp16 or fp32 on one device, last dimension contiguous.
     grouping: from group_tokens; None means token order. That its order is a permutation is checked on a CPU
     alone: on a GPU, looking would wait for it. key_mask: bool [B, Lk], True = attend; a masked key does not
-    exist, its value may be anything. scale: of the softmax, at least 0; D ** -0.5 by default. rope: (cos, sin,
-    "interleaved" | "half") with tables [L, D/2] or [B, L, D/2], applied to q and k first.
+    exist, its value may be anything. scale: of the softmax, at least 0; D ** -0.5 by default.
+    rope: (cos, sin, "interleaved" | "half") with tables [L, D/2] or [B, L, D/2], applied to q and k first.
 
     Returns [B, H, Lq, D] in q's dtype (memory [B, Lq, H, D]); with return_lse also the natural-log row
     log-sum-exp of the true scores, fp32 [B, H, Lq].
