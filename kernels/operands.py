@@ -102,6 +102,16 @@ def new_output(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(batch, queries, heads, width, dtype=dtype, device=device).transpose(1, 2)
 
 
+def new_results(shape, operands, out: torch.Tensor | None = None):
+    """What a kernel writes: (out of this shape [B, H, Lq, D], new if None; lse fp32 [B, H, Lq] or None)."""
+    device = operands.q.device
+    if out is None:
+        out = new_output(shape, operands.out_dtype, device)
+    if operands.lse_shift is None:
+        return out, None
+    return out, torch.empty(tuple(shape[:3]), dtype=torch.float32, device=device)
+
+
 def heads_in_a_row(out: torch.Tensor) -> int:
     """R of an output [B, H, Lq, D] that is some heads of memory [B, Lq, R, D].
 

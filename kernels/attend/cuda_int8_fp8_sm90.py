@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ..operands import heads_in_a_row, new_output
+from ..operands import heads_in_a_row, new_results
 from ..prepare.cuda_sm90 import ARCH, BLOCK_ROWS, HopperOperands
 from .cuda_build import load_module, pack
 
@@ -34,11 +34,7 @@ def run(operands: HopperOperands, source: Path, kernel: str, switches: dict[str,
     """Launch one kernel of the family: a block per multiprocessor, each takes items in turn."""
     batch, heads, queries, keys = operands.shape
     device = operands.q.device
-    if out is None:
-        out = new_output((batch, heads, queries, 128), operands.out_dtype, device)
-    lse = None
-    if operands.lse_shift is not None:
-        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    out, lse = new_results((batch, heads, queries, 128), operands, out)
     blocks = -(-queries // BLOCK_ROWS)
     items = batch * heads * blocks
     call = pack(

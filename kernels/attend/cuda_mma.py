@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import torch
-
-from ..operands import heads_in_a_row, new_output
+from ..operands import heads_in_a_row, new_results
 from ..prepare.cuda_mma import arch_of
 from ..prepare.cuda_sm90 import BLOCK_ROWS, HopperOperands
 from .cuda_build import load_module, pack
@@ -27,11 +25,7 @@ def run(
     """Launch one kernel of the family. units: of its scores, to the octave. Result as attend/reference.py."""
     batch, heads, queries, keys = operands.shape
     device = operands.q.device
-    if out is None:
-        out = new_output((batch, heads, queries, 128), operands.out_dtype, device)
-    lse = None
-    if operands.lse_shift is not None:
-        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    out, lse = new_results((batch, heads, queries, 128), operands, out)
     blocks = -(-queries // BLOCK_ROWS)
     call = pack(
         CALL.replace(" ", ""),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from .. import formats
-from ..operands import heads_in_a_row, new_output
+from ..operands import heads_in_a_row, new_results
 from ..prepare.cuda_nvfp4 import Nvfp4Operands, arch_of
 from .cuda_build import load_module, pack
 from .cuda_int8_fp8_sm90 import OUT_TYPES
@@ -26,11 +26,7 @@ def attend(operands: Nvfp4Operands, out=None):
     """
     batch, heads, queries, keys = operands.shape
     device, smooth = operands.q.device, operands.q_means is not None
-    if out is None:
-        out = new_output((batch, heads, queries, 128), operands.out_dtype, device)
-    lse = None
-    if operands.lse_shift is not None:
-        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    out, lse = new_results((batch, heads, queries, 128), operands, out)
     tiles, blocks = formats.tile_count(keys), operands.q.shape[2] // 8
     units = batch * heads * -(-blocks // UNIT)
     a_unit = UNIT * tiles * formats.TILE

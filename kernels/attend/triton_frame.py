@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .. import formats
-from ..operands import heads_in_a_row, new_output
+from ..operands import heads_in_a_row, new_results
 from ..prepare.triton_layout import TritonOperands
 from ..prepare.triton_rows import to_float
 
@@ -95,9 +95,7 @@ def largest_factor(operands: TritonOperands, units: float) -> float:
 
 def outputs(operands: TritonOperands, out=None):
     """(out [B, H, Lq, D], new if None; heads in a row of its memory; empty lse fp32 [B, H, Lq] or None)."""
-    if out is None:
-        out = new_output(operands.q.shape, operands.out_dtype, operands.q.device)
-    lse = None if operands.lse_shift is None else torch.empty_like(operands.q_scale)
+    out, lse = new_results(operands.q.shape, operands, out)
     return out, heads_in_a_row(out), lse
 
 

@@ -11,6 +11,7 @@ from comfyui_vc_attention.kernels.operands import (
     VCOperands,
     heads_in_a_row,
     new_output,
+    new_results,
 )
 from comfyui_vc_attention.kernels.prepare.reference import prepare
 from comfyui_vc_attention.kernels.testing import sample_qkv
@@ -33,6 +34,16 @@ def test_operands_hold_no_float_inputs(numerics):
         and value.numel() >= q.numel()
     ]
     assert wide == []
+
+
+@pytest.mark.parametrize("want_lse", [True, False])
+def test_results_are_new_unless_given(want_lse):
+    q, k, v = sample_qkv(shape=(1, 2, 5, 64), dtype=torch.bfloat16)
+    operands = prepare(q, k, v, Recipe("int8_int8"), softmax_scale=0.125, want_lse=want_lse)
+    out, lse = new_results(q.shape, operands)
+    assert out.shape == q.shape and out.dtype == torch.bfloat16 and out.transpose(1, 2).is_contiguous()
+    assert new_results(q.shape, operands, q)[0] is q
+    assert (lse.dtype, lse.shape) == (torch.float32, (1, 2, 5)) if want_lse else lse is None
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 1, 1, 16), (1, 3, 1, 16), (1, 3, 5, 16), (2, 3, 5, 16)])
