@@ -63,7 +63,7 @@ def vc_attention(
 
 @dataclass
 class PreparedCall:
-    """A call between its two halves: quantized operands, no floating-point q, k or v."""
+    """A call between its two halves: quantized operands, no floating-point q, k or v (4 bits: centred keys)."""
 
     kernel: KernelSpec
     operands: object
@@ -81,7 +81,7 @@ def on_device(device: torch.device):
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
-        if torch.amp.is_autocast_available(device.type):
+        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         yield
 
