@@ -63,7 +63,7 @@ def vc_attention(
 
 @dataclass
 class PreparedCall:
-    """A call between its two halves: quantized operands, no floating-point q, k or v (4 bits: centred keys)."""
+    """A call between its two halves: quantized operands, no floating-point q or v (at 4 bits k, centred)."""
 
     kernel: KernelSpec
     operands: object
