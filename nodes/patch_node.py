@@ -172,7 +172,7 @@ def advanced_inputs():
             max=256,
             optional=True,
             advanced=True,
-            tooltip="Value groups per head. More: smaller error, a little more time.",
+            tooltip="Value groups per head; few tokens get fewer. More: smaller error, a little more time.",
         ),
         percent_input(
             "start_percent", 0.0, "Denoising before this point keeps the usual attention; 0: none."
