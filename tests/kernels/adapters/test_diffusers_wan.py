@@ -99,7 +99,7 @@ def test_a_call_no_kernel_takes_is_left_alone_and_counted(transformer, scheduler
     assert forward(transformer, scheduler).equal(exact)
     assert patch.taken == 0
     ((reason, count),) = patch.declined.items()
-    assert "cpu" in reason
+    assert "a CPU" in reason
     assert count == BLOCKS
 
 
