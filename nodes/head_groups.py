@@ -1,7 +1,7 @@
 """A call in several groups of heads, where memory is too short for all at once.
 
 What a call needs beside q, k, v and its output shrinks with the group: quantized operands and one group's
-output. Heads do not know of each other, so the result is the same to the bit.
+output. Heads do not know of each other, so the result is that of one call.
 """
 
 import sys

@@ -130,6 +130,8 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         float w0, w1;
         both_rows(w, second, w0, w1);
         merge_tile(o, n, w0, w1, v_at + 16384 + (lane & 3) * 8);
+        // the scales were read the ordinary way, and an asynchronous copy overwrites them next
+        proxy_fence();
         release(bar.v_empty(ring.slot), lane);
         ring.next();
         if (USE_MEANS) record_sums(sums, j, lane, sum * (1.f / 255.f), tile_top);

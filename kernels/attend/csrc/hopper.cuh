@@ -114,6 +114,8 @@ DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(bar) : "memory");
 }
+// Orders this thread's ordinary accesses of shared memory before asynchronous copies that follow.
+DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int REGISTERS>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS>
