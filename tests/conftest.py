@@ -7,6 +7,7 @@ The pack root must stay off sys.path: there, ``nodes`` shadows ComfyUI's nodes.p
 import importlib.util
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ spec = importlib.util.spec_from_file_location(PACK_NAME, PACK_ROOT / "__init__.p
 pack = importlib.util.module_from_spec(spec)
 sys.modules[PACK_NAME] = pack
 spec.loader.exec_module(pack)
+
+# Tests import from their neighbours by way of `tests`; some wheels (xfuser's) bring a package of that name.
+sys.modules["tests"] = ours = types.ModuleType("tests")
+ours.__path__ = [str(TESTS)]
 
 # Uninitialised memory in kernel tests. As a byte 0x7F it is E4M3's NaN and INT8's largest code; as an
 # index it is wrong but near, so that a forgotten write fails a comparison instead of the whole process.
