@@ -2,13 +2,15 @@
 
 usage: python tests/bench/bench_attend.py [kernel ...] [--lengths 32768 75600] [--heads 40] [--json FILE]
        python tests/bench/bench_attend.py --all
+       python tests/bench/bench_attend.py cuda_int8_int8 --all --lengths 32768
 
 Prints Markdown tables. Inputs are N(0, 1) with a constant offset per K channel. "kernel" is the attention
 kernel on prepared operands, "call" is everything from bf16 tensors with the token order at hand. Each is
 timed alone, back to back, and so is cuDNN; "taking turns" is the ratio when they alternate, call by call: a
 card at its power limit then gives each the clock that the others left it.
---all: every Hopper kernel with and without means, errors on five kinds of tensors beside comfy-kitchen's
-INT8 attention (where installed), rising maxima, a whole schedule, rotary embedding, 64 channels.
+--all: the named kernels, or every Hopper kernel, with and without means, and errors on five kinds of tensors
+beside comfy-kitchen's INT8 attention (where installed); of the first one also its speed beside comfy-kitchen,
+rising maxima, a whole schedule, rotary embedding; 64 channels.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from comfyui_vc_attention.kernels.group import reference as group_reference
 from comfyui_vc_attention.kernels.operands import TokenGrouping
 from comfyui_vc_attention.kernels.testing import energy_removed, relative_l2, sample_qkv
 from conditions import by_parts, markdown_conditions, rising, rope_price, whole_schedule
-from kinds import PEER, bench_peer, errors_by_kind, markdown_kinds
+from kinds import PEER, bench_peer, errors_by_kind, markdown_kinds, peer
 from timing import alone_ms, environment, interleaved_ms, kernels_ms, peak_extra_bytes
 
 MEANS, PLAIN = "means, order", "plain"
@@ -176,7 +178,24 @@ def bench_rising(kernel, q, k, v, bases):
     return found
 
 
-def bench_conditions(kernel, heads, length, rows, grouping):
+def bench_beside_peer(kernel, q, k, v, rows, peer_ms, rounds):
+    """{condition: text}: our whole call over the peer's, alone and taking turns. rows: of means, of plain."""
+    order = torch.rand(v.shape[:3], device="cuda").argsort(-1).int()
+    cases = {MEANS: (VCConfig(), TokenGrouping(order, None)), PLAIN: (VCConfig(demean=False), None)}
+    calls = {PEER: lambda: peer().attend(q, k, v)}
+    for what, (config, grouping) in cases.items():
+        calls[what] = lambda config=config, grouping=grouping: attend_call(
+            prepare_call(q, k, v, config, grouping=grouping, kernel=kernel)
+        )
+    turns = interleaved_ms(calls, rounds)
+    return {
+        f"whole call over {PEER}, {what}": f"{peer_ms / row['call_ms']:.3f} alone, "
+        f"{turns[PEER] / turns[what]:.3f} taking turns ({turns[PEER]:.1f} and {turns[what]:.1f} ms)"
+        for what, row in zip(cases, rows, strict=True)
+    }
+
+
+def bench_conditions(kernel, heads, length, rows, grouping, rounds):
     """What the table asks of one kernel at one length beside its plain time, {condition: text}."""
     q, k, v = inputs(heads, length)
     found = {}
@@ -187,6 +206,7 @@ def bench_conditions(kernel, heads, length, rows, grouping):
     peer_ms = bench_peer(q, k, v)
     if isinstance(peer_ms, float):
         found[f"{PEER}, whole call"] = f"{peer_ms:.1f} ms, {plain['cudnn_ms'] / peer_ms:.2f} over cuDNN"
+        found |= bench_beside_peer(kernel, q, k, v, (means, plain), peer_ms, rounds)
     else:
         found[PEER] = peer_ms
     found |= bench_rising(kernel, q, k, v, (means, plain))
@@ -221,7 +241,7 @@ def bench_lengths(options):
         groupings.append(bench_grouping(options.heads, length, first["kernel_ms"]))
         if options.all:
             conditions[length] = bench_conditions(
-                options.kernels[0], options.heads, length, rows, groupings[-1]
+                options.kernels[0], options.heads, length, rows, groupings[-1], options.rounds
             )
             print(markdown_conditions(conditions[length]), flush=True)
     return rows, groupings, conditions
@@ -230,7 +250,7 @@ def bench_lengths(options):
 def bench_64_channels(heads, length, rounds):
     """The automatic kernel on heads of 64 channels."""
     q, k, v = inputs(heads, length, channels=64)
-    kernel = choose_kernel(AttentionProblem.of(q, k, v)).kernel.name
+    kernel = choose_kernel(AttentionProblem.of(q, k, v), untested=True).kernel.name
     cudnn_ms = alone_ms(lambda: cudnn(q, k, v))
     return bench_kernel(kernel, q, k, v, VCConfig(), None, "means, 64 channels", cudnn_ms, rounds)
 
@@ -243,7 +263,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=4, help="turns of each where they take turns")
     parser.add_argument("--plain", action="store_true", help="also without means, as after the window")
     parser.add_argument(
-        "--all", action="store_true", help="every condition; of the Hopper kernels if none is named"
+        "--all", action="store_true", help="every condition, beside comfy-kitchen; Hopper's if none is named"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

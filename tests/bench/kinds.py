@@ -52,6 +52,6 @@ def markdown_kinds(name, found):
     if PEER in found:
         for name, row in found.items():
             if "int8_int8" in name:
-                shares = " | ".join(f"{row[k] / found[PEER][k]:.2f}" for k in KINDS)
+                shares = " | ".join(f"{row[k] / found[PEER][k]:.3f}" for k in KINDS)
                 lines.append(f"| {name}, over {PEER} | {shares} |")
     return "\n".join(lines)
