@@ -368,7 +368,7 @@ def remove_patch(model):
     return clean
 
 
-def chain_depth(model) -> int:
-    """How many overrides of ours a model carries."""
-    override = model.model_options.get("transformer_options", {}).get(OVERRIDE)
-    return sum(isinstance(link, AttentionOverride) for link in chain_of(override))
+def overrides_of(model) -> list[AttentionOverride]:
+    """Our overrides that a model carries, outermost first."""
+    outermost = model.model_options.get("transformer_options", {}).get(OVERRIDE)
+    return [link for link in chain_of(outermost) if isinstance(link, AttentionOverride)]

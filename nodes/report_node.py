@@ -2,12 +2,11 @@
 
 from comfy_api.latest import io, ui
 
-from .model_patch import AttentionOverride
+from .model_patch import overrides_of
 from .not_active import why_not_active
 from .report_picture import as_image_tensor, report_picture
 from .report_text import report_text, without_paths
 from .run_report import RunReport
-from .sampling_hooks import OVERRIDE, chain_of
 from .wan_video_patch import HANDLE, WanVideoPatch
 
 NOTHING = (
@@ -75,10 +74,10 @@ def patched_model(name: str, tooltip: str, optional: bool = False):
 
 def reports_of(model) -> list[RunReport]:
     """Finished runs of a patched model, oldest first; none for another model."""
-    options = model.model_options.get("transformer_options", {})
-    overrides = [link for link in chain_of(options.get(OVERRIDE)) if isinstance(link, AttentionOverride)]
-    if isinstance(options.get(HANDLE), WanVideoPatch):
-        overrides.append(options[HANDLE].override)
+    overrides = overrides_of(model)
+    handle = model.model_options.get("transformer_options", {}).get(HANDLE)
+    if isinstance(handle, WanVideoPatch):
+        overrides.append(handle.override)
     return [report for override in overrides for report in override.finished]
 
 

@@ -89,14 +89,14 @@ def test_two_runs_and_another_model_between_are_bit_identical(load_tiny, patch, 
 
 
 def test_l04_auto_off_auto(load_tiny, patch, sampling):
-    from comfyui_vc_attention.nodes.model_patch import chain_depth
+    from comfyui_vc_attention.nodes.model_patch import overrides_of
 
     model = load_tiny()
     exact = sampling.sample(model)
     first = patch(model)
     off = patch(first, precision="off")
     again = patch(off)
-    assert [chain_depth(m) for m in (first, off, again)] == [1, 0, 1]
+    assert [len(overrides_of(m)) for m in (first, off, again)] == [1, 0, 1]
     assert torch.equal(sampling.sample(off), exact)
     assert torch.equal(sampling.sample(first), sampling.sample(again))
 

@@ -14,7 +14,7 @@ from comfyui_vc_attention.kernels.testing import relative_l2
 from comfyui_vc_attention.nodes import head_groups, model_patch
 from comfyui_vc_attention.nodes.families import family_of
 from comfyui_vc_attention.nodes.kernel_errors import CudaContextLost
-from comfyui_vc_attention.nodes.model_patch import chain_depth, patch_attention, remove_patch
+from comfyui_vc_attention.nodes.model_patch import overrides_of, patch_attention, remove_patch
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.run_state import Forward
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
@@ -373,7 +373,7 @@ def test_l04_auto_off_auto_restores_what_was_there(patched, make_model):
     first = patched(base)
     off = remove_patch(first)
     again = patched(off)
-    assert [chain_depth(m) for m in (first, off, again)] == [1, 0, 1]
+    assert [len(overrides_of(m)) for m in (first, off, again)] == [1, 0, 1]
     assert off.model_options["transformer_options"][OVERRIDE] is before
     assert again.model_options["transformer_options"][OVERRIDE]._vc_previous is before
 
@@ -389,7 +389,7 @@ def test_removing_leaves_no_key_behind(patched):
 
 def test_patching_twice_is_patching_once(patched):
     model = patched(patched())
-    assert chain_depth(model) == 1 and len(model.all(model.wrappers, "outer_sample")) == 1
+    assert len(overrides_of(model)) == 1 and len(model.all(model.wrappers, "outer_sample")) == 1
     assert [reached for _, reached in one_call(model)] == [0, 0]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from comfyui_vc_attention.kernels import KERNELS
 from comfyui_vc_attention.nodes.extension import VCAttentionExtension
-from comfyui_vc_attention.nodes.model_patch import chain_depth
+from comfyui_vc_attention.nodes.model_patch import overrides_of
 from comfyui_vc_attention.nodes.not_active import REASON, why_not_active
 from comfyui_vc_attention.nodes.patch_node import VCAttentionPatch, expected_problem
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
@@ -83,7 +83,7 @@ def test_widgets_arrive_in_the_settings(make_model):
 
 def test_l12_both_experts_are_patched_and_share_nothing(make_model):
     high, low = run_node(make_model(), model_2=make_model())
-    assert chain_depth(high) == chain_depth(low) == 1
+    assert [len(overrides_of(m)) for m in (high, low)] == [1, 1]
     overrides = [m.model_options["transformer_options"][OVERRIDE] for m in (high, low)]
     assert overrides[0] is not overrides[1]
 
@@ -99,7 +99,7 @@ def test_off_restores_both_models(make_model):
     base, base_2 = make_model(), make_model()
     patched = run_node(base, model_2=base_2)
     off = VCAttentionPatch.execute(patched[0], precision="off", model_2=patched[1]).args
-    assert [chain_depth(m) for m in off] == [0, 0]
+    assert [len(overrides_of(m)) for m in off] == [0, 0]
     untouched = VCAttentionPatch.execute(base, precision="off", model_2=base_2).args
     assert all(
         passes_through(m, b, "precision is off") for m, b in zip(untouched, (base, base_2), strict=True)
