@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 PACK_NAME = "comfyui_vc_attention"
 EXPERIMENTAL = "; experimental: compiled for such cards, never run on one"
-TOKENS, HEAD_DIM = 32_768, 128  # of the attention call that the table is about: a video model's
+TOKENS = 32_768  # of the attention call that the table is about: a video model's
 
 # Python puts a script's folder first; there our nodes/ and kernels/ would shadow other people's modules.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
@@ -98,16 +98,12 @@ def nvrtc_state() -> str:
     return why_no_build() or nvrtc_version()
 
 
-def problem_on(torch, card: Card, config=None):
+def problem_on(card: Card, config=None):
     """A video model's attention call on the card."""
     from comfyui_vc_attention.kernels import AttentionProblem, VCConfig
 
-    shape = (1, 1, TOKENS, HEAD_DIM)
-    return AttentionProblem(
-        q_shape=shape,
-        k_shape=shape,
-        dtypes=(torch.bfloat16,) * 3,
-        last_strides=(1, 1, 1),
+    return AttentionProblem.self_attention(
+        TOKENS,
         device_type=card.device_type,
         capability=card.capability,
         config=config or VCConfig(),
@@ -115,16 +111,16 @@ def problem_on(torch, card: Card, config=None):
     )
 
 
-def kernel_rows(torch, card: Card) -> tuple[list[tuple[str, str]], str]:
+def kernel_rows(card: Card) -> tuple[list[tuple[str, str]], str]:
     """Each kernel, best first, with why it cannot run on this card ("" if it can); and what auto takes."""
     from comfyui_vc_attention.kernels import KERNELS, choose_kernel
     from comfyui_vc_attention.kernels.benchmark import config_for
 
     rows = []
     for spec in KERNELS:
-        reason = choose_kernel(problem_on(torch, card, config_for(spec)), spec.name).reason
+        reason = choose_kernel(problem_on(card, config_for(spec)), spec.name).reason
         rows.append((spec.name, reason.removeprefix(f"{spec.name}: ")))
-    automatic = choose_kernel(problem_on(torch, card)).kernel
+    automatic = choose_kernel(problem_on(card)).kernel
     return rows, automatic.name if automatic else ""
 
 
@@ -150,7 +146,7 @@ def try_kernels(torch, card: Card, everything: bool, retest: bool) -> tuple[list
         also = also or record.entries(names)
         for name in names:
             record.forget(name)
-    for spec in yet_to_try(problem_on(torch, card), also):
+    for spec in yet_to_try(problem_on(card), also):
         print(f"  trying {spec.name} on {card.name} ...", end="", flush=True)
         try:
             entry = validate(spec, device)
@@ -248,8 +244,8 @@ def kernel_lines(torch, card: Card, details: bool = False) -> list[str]:
     """The table of kernels on a card, what auto takes, and what to do about the rest."""
     from comfyui_vc_attention.kernels.device_record import known
 
-    rows, automatic = kernel_rows(torch, card)
-    entries = {name: known(problem_on(torch, card), name) for name, _ in rows}
+    rows, automatic = kernel_rows(card)
+    entries = {name: known(problem_on(card), name) for name, _ in rows}
     failed = any(entry is not None and entry.why_not for entry in entries.values())
     untested = "not tested: the node takes it by name only, --all tests it" if any(entries.values()) else ""
     untested = (untested or "not tested yet") + experimental(card)
@@ -290,7 +286,7 @@ def card_of_arch(text: str) -> Card:
 
 def dry_run_lines(torch, card: Card) -> list[str]:
     """What the card would get, each kernel compiled for it and nothing run or kept."""
-    rows, automatic = kernel_rows(torch, card)
+    rows, automatic = kernel_rows(card)
     lines, width = ["", f"Kernels that {card} would get, compiled here:"], max(len(name) for name, _ in rows)
     for name, reason in rows:
         if name != "reference":

@@ -91,6 +91,12 @@ class AttentionProblem:
             **card_fields(q.device),
         )
 
+    @classmethod
+    def self_attention(cls, tokens: int, dtype=torch.bfloat16, heads=1, **fields):
+        """What a video model will pose, before there are tensors. fields: device_type and further ones."""
+        shape = (1, heads, tokens, 128)  # the head dim of every family of models
+        return cls(q_shape=shape, k_shape=shape, dtypes=(dtype,) * 3, last_strides=(1, 1, 1), **fields)
+
     @property
     def head_dim(self) -> int:
         return self.q_shape[-1]

@@ -17,7 +17,6 @@ from .status_events import send_status
 
 PRECISIONS = ["auto", "8-bit", "4-bit", "off"]
 KERNEL_NAMES = ["auto", *(spec.name for spec in KERNELS)]  # on every machine, so that workflows travel
-HEAD_DIM = 128  # of every family
 OFF = "precision is off"
 WAY_OUT = "With precision and kernel at auto, the model would pass through unchanged"
 
@@ -268,12 +267,4 @@ def expected_problem(model, config: VCConfig) -> AttentionProblem:
 
 def problem_on(device: torch.device, dtype: torch.dtype, config: VCConfig) -> AttentionProblem:
     """The attention of a video model on this device."""
-    shape = (1, 1, DEFAULT_MIN_TOKENS, HEAD_DIM)
-    return AttentionProblem(
-        q_shape=shape,
-        k_shape=shape,
-        dtypes=(dtype,) * 3,
-        last_strides=(1, 1, 1),
-        config=config,
-        **card_fields(device),
-    )
+    return AttentionProblem.self_attention(DEFAULT_MIN_TOKENS, dtype, config=config, **card_fields(device))

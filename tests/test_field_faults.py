@@ -10,14 +10,7 @@ import torch
 from comfyui_vc_attention.kernels import KERNELS, AttentionProblem, choose_kernel, registry
 from comfyui_vc_attention.kernels.attend import cuda_build
 
-ROW = AttentionProblem(
-    q_shape=(1, 2, 8192, 128),
-    k_shape=(1, 2, 8192, 128),
-    dtypes=(torch.bfloat16,) * 3,
-    last_strides=(1, 1, 1),
-    device_type="cuda",
-    capability=(9, 0),
-)
+ROW = AttentionProblem.self_attention(8192, device_type="cuda", capability=(9, 0))
 
 
 def import_that_fails(monkeypatch, module, error):

@@ -14,15 +14,7 @@ from comfyui_vc_attention.kernels.device_record import CRASHED, FAILED, PASSED, 
 
 CARD = ("NVIDIA H200", (9, 0))
 GOOD = Entry("k", PASSED, "", ["plain: error 0.0100, limit 0.03"], [Speed(2048, 1.0, 2.0, 1.5)], 2048, 3.5)
-PROBLEM = AttentionProblem(
-    q_shape=(1, 2, 256, 128),
-    k_shape=(1, 2, 256, 128),
-    dtypes=(torch.bfloat16,) * 3,
-    last_strides=(1, 1, 1),
-    device_type="cuda",
-    capability=CARD[1],
-    device_name=CARD[0],
-)
+PROBLEM = AttentionProblem.self_attention(256, device_type="cuda", capability=CARD[1], device_name=CARD[0])
 
 
 @pytest.fixture(autouse=True)

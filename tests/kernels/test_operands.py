@@ -22,6 +22,12 @@ def test_frozen(kind):
     assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
 
 
+def test_a_problem_before_there_are_tensors_is_the_one_that_they_pose():
+    q, k, v = sample_qkv(shape=(1, 2, 30, 128), dtype=torch.float16)
+    expected = AttentionProblem.self_attention(30, torch.float16, heads=2, device_type="cpu")
+    assert AttentionProblem.of(q, k, v) == expected
+
+
 @pytest.mark.parametrize("numerics", ["int8_int8", "int8_fp8", "fp8_fp8", "nvfp4"])
 def test_operands_hold_no_float_inputs(numerics):
     q, k, v = sample_qkv(shape=(1, 2, 300, 64), dtype=torch.bfloat16)

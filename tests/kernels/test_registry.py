@@ -9,14 +9,7 @@ from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.registry import joined, kernel_named, load_grouping
 
 NAMES = [spec.name for spec in KERNELS]
-H100 = AttentionProblem(
-    q_shape=(1, 2, 256, 128),
-    k_shape=(1, 2, 256, 128),
-    dtypes=(torch.bfloat16,) * 3,
-    last_strides=(1, 1, 1),
-    device_type="cuda",
-    capability=(9, 0),
-)
+H100 = AttentionProblem.self_attention(256, heads=2, device_type="cuda", capability=(9, 0))
 CPU = replace(H100, device_type="cpu", capability=None)
 
 

@@ -189,15 +189,7 @@ def rows(monkeypatch):
     return made
 
 
-HOPPER = AttentionProblem(
-    q_shape=(1, 1, 8192, 128),
-    k_shape=(1, 1, 8192, 128),
-    dtypes=(torch.bfloat16,) * 3,
-    last_strides=(1, 1, 1),
-    device_type="cuda",
-    capability=(9, 0),
-    device_name="H200",
-)
+HOPPER = AttentionProblem.self_attention(8192, device_type="cuda", capability=(9, 0), device_name="H200")
 
 
 def tried(problem, also=(), outcomes=None):

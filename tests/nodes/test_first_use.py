@@ -18,14 +18,7 @@ CPU = torch.device("cpu")
 CASES = (Case("plain", (1, 1, 40, 128), 40, means=False),)
 AUTO = PatchSettings(VCConfig())
 # a CPU that calls itself a card, so that it has a record
-PROBLEM = AttentionProblem(
-    q_shape=(1, 1, 8192, 128),
-    k_shape=(1, 1, 8192, 128),
-    dtypes=(torch.bfloat16,) * 3,
-    last_strides=(1, 1, 1),
-    device_type="cpu",
-    device_name="cpu",
-)
+PROBLEM = AttentionProblem.self_attention(8192, device_type="cpu", device_name="cpu")
 
 
 class Cancelled(Exception):

@@ -55,9 +55,10 @@ def every_kernel_that_can():
 
 def choice(kernel, name):
     """What choose_kernel says to a kernel and a config, on this machine."""
-    shape = (1, 1, 128, 128)
     capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
-    problem = AttentionProblem(shape, shape, (DTYPE,) * 3, (1,) * 3, DEVICE, capability, CONFIGS[name])
+    problem = AttentionProblem.self_attention(
+        128, DTYPE, device_type=DEVICE, capability=capability, config=CONFIGS[name]
+    )
     return choose_kernel(problem, kernel)
 
 
