@@ -133,7 +133,7 @@ def jobs() -> int:
 def compile_cubin(source: Path, arch: str, defines: tuple[str, ...] = (), options: tuple[str, ...] = ()):
     """(machine code, compiler log) of source. Its headers are handed over in memory.
 
-    Raises CudaBuildError with the compiler's words.
+    Raises CudaBuildError with the compiler's words, the first error on the message's first line.
     """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     headers = _headers(source)
@@ -150,8 +150,9 @@ def compile_cubin(source: Path, arch: str, defines: tuple[str, ...] = (), option
         log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
         log = log.rstrip("\0")
         if code:
+            first = next((line for line in log.splitlines() if "error" in line), "no error is named")
             raise CudaBuildError(
-                f"{source.name} does not build for {arch} with NVRTC {nvrtc_version()}:\n{log}"
+                f"{source.name} does not build for {arch} with NVRTC {nvrtc_version()}: {first}\n{log}"
             )
         return _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
     finally:
@@ -288,10 +289,8 @@ def _nvrtc():
             return _load_nvrtc(path)
         except OSError as error:
             tried.append(f"{path}: {error}")
-    raise CudaBuildError(
-        "no NVRTC found, the CUDA compiler library that torch's CUDA builds bring"
-        + "".join(f"\n{line}" for line in tried)
-    )
+    nvrtc = "NVRTC, the CUDA compiler library that torch's CUDA builds bring,"
+    raise CudaBuildError(f"{nvrtc} does not load: {'; '.join(tried)}" if tried else f"{nvrtc} was not found")
 
 
 def _load_nvrtc(path):

@@ -1,5 +1,6 @@
 """Building CUDA sources without a GPU: what the compiler says of them, and what the disk cache survives."""
 
+import tempfile
 import threading
 import time
 
@@ -48,6 +49,21 @@ def test_key_holds_all_that_matters(source, cache, compilations):
     source.write_text(TINY + "\n")
     cuda_build.cached_cubin(source, "sm_90a", ("VALUE=1",))
     assert len(compilations) == len(list(cache.iterdir())) == 4
+
+
+@needs_nvrtc
+def test_another_header_or_nvrtc_is_another_build(source, cache, compilations, monkeypatch, tmp_path):
+    header = tmp_path / "stage" / "csrc" / "inside.cuh"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define VALUE 1\n")
+    source.write_text('#include "inside.cuh"\n' + TINY)
+    monkeypatch.setattr(cuda_build, "KERNELS", tmp_path)
+    cuda_build.cached_cubin(source, "sm_90a")
+    header.write_text("#define VALUE 2\n")
+    cuda_build.cached_cubin(source, "sm_90a")
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: "99.9")
+    cuda_build.cached_cubin(source, "sm_90a")
+    assert len(compilations) == len(list(cache.iterdir())) == 3
 
 
 @needs_nvrtc
@@ -122,9 +138,20 @@ def test_unwritable_cache_costs_only_time(source, monkeypatch, tmp_path):
     assert cuda_build.cached_cubin(source, "sm_90a", ("VALUE=1",))
 
 
-def test_cache_moves_to_the_user_where_the_pack_is_read_only(monkeypatch, tmp_path):
-    pack = tmp_path / "pack"
-    pack.write_text("a file: nothing can be made below it")
+@pytest.mark.parametrize("made_before", [False, True])
+def test_cache_moves_to_the_user_where_the_pack_is_read_only(monkeypatch, tmp_path, made_before):
+    pack, real = tmp_path / "pack", tempfile.TemporaryFile
+    if made_before:  # by somebody who could
+        (pack / ".cache").mkdir(parents=True)
+    else:
+        pack.write_text("a file: nothing can be made below it")
+
+    def in_folders_that_can_be_written(dir):
+        if dir == pack / ".cache":
+            raise PermissionError(dir)
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", in_folders_that_can_be_written)
     monkeypatch.setattr(cuda_build, "KERNELS", pack)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "user"))
@@ -134,8 +161,16 @@ def test_cache_moves_to_the_user_where_the_pack_is_read_only(monkeypatch, tmp_pa
 @needs_nvrtc
 def test_compiler_words_reach_the_user(source):
     source.write_text("extern int broken(")
-    with pytest.raises(cuda_build.CudaBuildError, match=r"tiny\.cu does not build for sm_90a.*(?s:.*)error"):
+    with pytest.raises(cuda_build.CudaBuildError, match=r"^tiny\.cu does not build for sm_90a.* error: "):
         cuda_build.compile_cubin(source, "sm_90a")
+
+
+@needs_nvrtc
+def test_a_card_that_this_nvrtc_does_not_know_is_said_on_the_first_line(source):
+    with pytest.raises(
+        cuda_build.CudaBuildError, match=r"^tiny\.cu does not build for sm_999 .*architecture"
+    ):
+        cuda_build.compile_cubin(source, "sm_999")
 
 
 def test_unknown_header_is_named(source):
