@@ -284,7 +284,7 @@ def card_of_arch(text: str) -> Card:
     return Card("a card", "cuda", (int(found[1]), int(found[2])))
 
 
-def dry_run_lines(torch, card: Card) -> list[str]:
+def dry_run_lines(card: Card) -> list[str]:
     """What the card would get, each kernel compiled for it and nothing run or kept."""
     rows, automatic = kernel_rows(card)
     lines, width = ["", f"Kernels that {card} would get, compiled here:"], max(len(name) for name, _ in rows)
@@ -348,7 +348,7 @@ def main(given: list[str]) -> None:
     if chosen.dry_run or chosen.arch:
         targets = [chosen.arch] if chosen.arch else [card for card in cards if card.capability]
         for card in targets:
-            print("\n".join(dry_run_lines(torch, card)))
+            print("\n".join(dry_run_lines(card)))
         if not targets:
             print(f"No NVIDIA card is here; to compile for one: {this_command('--dry-run --arch sm_120')}")
         return

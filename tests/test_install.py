@@ -130,14 +130,14 @@ def test_two_cards_of_two_kinds(install):
     ],
 )
 def test_what_cannot_run_says_why(install, device, capability, refusal):
-    rows, automatic = install.kernel_rows(torch, install.Card("x", device, capability))
+    rows, automatic = install.kernel_rows(install.Card("x", device, capability))
     assert automatic == ""
     for name, reason in rows:
         assert name == "reference" or refusal in reason
 
 
 def test_a_supported_card_gets_a_kernel(install):
-    rows, automatic = install.kernel_rows(torch, install.Card("H200", "cuda", (9, 0)))
+    rows, automatic = install.kernel_rows(install.Card("H200", "cuda", (9, 0)))
     assert automatic
     assert dict(rows)[automatic] == ""
 
@@ -480,7 +480,7 @@ def test_dry_run_without_a_card_asks_for_one(install, monkeypatch, capsys):
 
 
 def test_dry_run_on_an_unknown_card_says_why_not(install, monkeypatch):
-    lines = install.dry_run_lines(torch, install.card_of_arch("sm_75"))
+    lines = install.dry_run_lines(install.card_of_arch("sm_75"))
     assert all("sm_75" in line for line in lines[2:-1]) and lines[-1].endswith("takes none of them.")
 
 
