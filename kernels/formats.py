@@ -25,6 +25,10 @@ EXPCAST_OFFSET = 119.65  # 8 * 8 + 56 + beta, beta = -0.35 centres the straight-
 EXPCAST_TOP = 120  # code of 256
 EXPCAST_MEAN_RATIO = 1.00928  # mean of decoded over exact probability across one octave (Eq. 10)
 
+# past this many octaves float32 no longer resolves a score to a fraction of a code, and a code could leave
+# its range; INT8 scores of that size are one-hot and wrong by more than the cap moves them (C4)
+LARGEST_SCORE_LOG2 = float(1 << 17)
+
 HEAD_DIMS = (64, 128)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

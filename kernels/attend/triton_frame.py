@@ -13,10 +13,6 @@ from ..operands import heads_in_a_row, new_results
 from ..prepare.triton_layout import TritonOperands
 from ..prepare.triton_rows import to_float
 
-# past this many octaves float32 no longer resolves a score to a fraction of a code, and a code could leave
-# its range; INT8 scores of that size are one-hot and wrong by more than the cap moves them
-LARGEST_SCORE_LOG2 = float(1 << 17)
-
 
 @triton.jit
 def load_queries(
@@ -88,9 +84,9 @@ def store_lse(b_m, b_l, lse, lse_shift, i_bh, o_m, lq, UNITS: tl.constexpr):
 
 
 def largest_factor(operands: TritonOperands, units: float) -> float:
-    """load_queries' `largest`: LARGEST_SCORE_LOG2 over the largest raw score."""
+    """load_queries' `largest`: formats.LARGEST_SCORE_LOG2 over the largest raw score."""
     top = formats.E4M3_MAX if operands.q.dtype == torch.float8_e4m3fn else formats.INT8_MAX
-    return LARGEST_SCORE_LOG2 * units / (top * top * operands.q.shape[-1])
+    return formats.LARGEST_SCORE_LOG2 * units / (top * top * operands.q.shape[-1])
 
 
 def outputs(operands: TritonOperands, out=None):

@@ -45,7 +45,7 @@ PACK_CODES = tl.constexpr("""{
 def expcast(b_x, ASM: tl.constexpr):
     """E4M3 probabilities of b_x = 8 u + 119.65 by Eq. 7; -inf and NaN give 0.
 
-    ASM leaves out the upper clip, which b_x under 120.5 does not need (LARGEST_SCORE_LOG2).
+    ASM leaves out the upper clip, which b_x under 120.5 does not need (formats.LARGEST_SCORE_LOG2).
     """
     if ASM:
         b_code = tl.inline_asm_elementwise(

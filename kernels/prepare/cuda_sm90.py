@@ -25,7 +25,6 @@ CHUNK = 1024  # keys of one partial statistic
 INPUTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "float"}
 ROPE_LAYOUTS = {"": 0, "interleaved": 1, "half": 2}
 JOB = "PqqqPqqqPqqq PPqi PPP PPPP PPPPPP qq iiii IIII fff iii"  # struct Job
-LARGEST_SCORE_LOG2 = float(1 << 17)  # octaves; past it a probability code could round out of its range
 
 
 @dataclass(frozen=True)
@@ -166,10 +165,10 @@ class _Passes:
 
 
 def largest_scales(recipe: Recipe, softmax_scale: float) -> float:
-    """What q_scale * k_scale may be, so that no score passes LARGEST_SCORE_LOG2 octaves."""
+    """What q_scale * k_scale may be, so that no score passes formats.LARGEST_SCORE_LOG2 octaves."""
     top = formats.INT8_MAX if recipe.numerics.startswith("int8") else formats.E4M3_MAX
     unit = abs(softmax_scale) * formats.LOG2E * top * top * HEAD_DIM
-    return min(LARGEST_SCORE_LOG2 / unit, 3.0e38) if unit else 3.0e38
+    return min(formats.LARGEST_SCORE_LOG2 / unit, 3.0e38) if unit else 3.0e38
 
 
 def load(recipe, arch, dtype, device, rope=False, wide=True, tensor_rotation=False):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from comfyui_vc_attention.kernels import formats
 from comfyui_vc_attention.kernels.attend.triton_frame import (
-    LARGEST_SCORE_LOG2,
     capability_of,
     exists_in_tile,
     has_packing_casts,
@@ -70,7 +70,7 @@ def test_no_score_passes_the_bound(numerics):
     q, k, v = sample_qkv("gauss", (1, 1, 2, 64), device=DEVICE)
     operands = prepare(q, k, v, Recipe(numerics), softmax_scale=1.0)
     top = 448 if numerics == "fp8_fp8" else 127
-    assert largest_factor(operands, 8.0) * top * top * 64 == pytest.approx(8 * LARGEST_SCORE_LOG2)
+    assert largest_factor(operands, 8.0) * top * top * 64 == pytest.approx(8 * formats.LARGEST_SCORE_LOG2)
 
 
 def test_a_cpu_gets_the_plain_path():

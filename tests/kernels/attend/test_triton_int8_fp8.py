@@ -161,6 +161,6 @@ def test_expcast_codes_are_equation_7():
         apart = (codes.int() - expcast_codes(u).int()).abs()
         # fused here, rounded twice in the reference
         assert apart.max() <= 1 and (apart > 0).sum() <= 1
-    # a score that rounding put above the maximum; the assembly relies on LARGEST_SCORE_LOG2 instead
+    # a score that rounding put above the maximum; the assembly relies on formats.LARGEST_SCORE_LOG2 instead
     codes_kernel[(1,)](torch.full((1024,), 1.5, device=DEVICE), codes, N=1024, ASM=False)
     assert (codes[:1024] == 120).all()
