@@ -245,7 +245,7 @@ def test_blocks_that_take_turns_are_equal(recipe):
     q, k, v, order = many_blocks()
     operands = prepared(q, k, v, recipe, order, want_lse=True)
     out, lse = ATTEND[recipe.numerics](operands)
-    for _ in range(10):
+    for _ in range(100):  # what this found in one kernel was one run in three
         for found, first in zip(ATTEND[recipe.numerics](operands), (out, lse), strict=True):
             assert torch.equal(found, first)
     for head in range(8):

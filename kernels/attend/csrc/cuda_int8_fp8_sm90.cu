@@ -57,7 +57,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         wgmma_commit();
         wgmma_wait();
         pin(s);
-        release(bar.k_empty(ring.slot), lane);
+        release_loaded(bar.k_empty(ring.slot), lane);
 
         const float raised = raise_max(s, a0, a1, m, second);
         float m0, m1, alpha0, alpha1;
@@ -80,11 +80,11 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
         pin(t);
         release(bar.v_empty(ring.slot), lane);
         ring.next();
-#pragma unroll
-        for (int i = 0; i < 64; i++) o[i] = fmaf(o[i], (i & 2) ? alpha1 : alpha0, t[i]);
         const float sum = second ? t[66] : t[64];
         if (USE_MEANS) record_sums(sums, j, lane, sum, m);
         else l = fmaf(l, alpha, sum);
+#pragma unroll
+        for (int i = 0; i < 64; i++) o[i] = fmaf(o[i], (i & 2) ? alpha1 : alpha0, t[i]);
       }
       if (USE_MEANS) {
         // not t: ptxas then pins both uses to one place, runs out of registers and serialises every product

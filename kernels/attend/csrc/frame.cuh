@@ -85,10 +85,17 @@ struct Ring {
   }
 };
 
-// This warp is done with a slot: no lane still reads it.
+// This warp is done with a slot that only its products read.
 DEVICE void release(u32 empty, int lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(empty);
+}
+// The same for a slot that its lanes loaded from: the arrival alone does not wait for loads in flight, and the copy that
+// it lets go overtook them (tests/bench/NOTES.md, "Checks"). ready: a condition that holds, for the arrival to wait for.
+DEVICE void release_loaded(u32 empty, int lane, bool ready = true) {
+  proxy_fence();
+  __syncwarp();
+  if (lane == 0 && ready) barrier_arrive(empty);
 }
 
 DEVICE void load_block(const Call& call, u32 shared, Barriers bar, bool means) {
