@@ -6,11 +6,12 @@
     python install.py --report                 what is known here, to be shared: without names and paths
     python install.py --dry-run --arch sm_120  what such a card would get, compiled but not run
 
-Standard library and torch only. Downloads nothing, starts nothing, and always exits 0: an installer that
-fails would hide a pack that works.
+Standard library and torch only. Downloads nothing, starts nothing, and exits 0 on every machine: an installer
+that fails would hide a pack that works.
 """
 
 import argparse
+import os
 import platform
 import re
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 PACK_NAME = "comfyui_vc_attention"
 EXPERIMENTAL = "; experimental: compiled for such cards, never run on one"
+TRITON_BELOW = {"2.7": 4, "2.8": 5, "2.9": 6, "2.10": 7, "2.11": 7}  # 3.x, by the minor version of torch
 TOKENS = 32_768  # of the attention call that the table is about: a video model's
 
 # Python puts a script's folder first; there our nodes/ and kernels/ would shadow other people's modules.
@@ -188,9 +190,13 @@ def pip_command(package: str) -> str:
 def triton_package(torch) -> str:
     """What pip calls the Triton for this torch."""
     if sys.platform != "win32":
+        for about in Path(torch.__file__).resolve().parents[1].glob("torch-*.dist-info/METADATA"):
+            asked = re.search(r"^Requires-Dist: (triton\b[^;\s]*)", about.read_text(encoding="utf-8"), re.M)
+            if asked:
+                return f'"{asked[1]}"'
         return "triton"
     # torch asks for one minor version of Triton, pip knows nothing of it on Windows
-    minor = {"2.7": 4, "2.8": 5, "2.9": 6, "2.10": 7}.get(".".join(torch.__version__.split(".")[:2]))
+    minor = TRITON_BELOW.get(".".join(torch.__version__.split(".")[:2]))
     return f'"triton-windows<3.{minor}"' if minor else "triton-windows"
 
 
@@ -204,12 +210,21 @@ def next_steps(torch, card: Card, failed: bool) -> list[str]:
     from comfyui_vc_attention.kernels.attend.cuda_build import driver_version, why_no_build
 
     if card.device_type == "cpu":
-        if driver_version() == "none" or torch.version.hip:
+        if torch.version.hip or sys.platform == "darwin":
             return []
+        if driver_version() == "none":
+            return [
+                f"With an NVIDIA card in this computer: install its driver, restart, then: {this_command()}",
+                f"What such a card would get: {this_command('--dry-run --arch sm_120')}",
+            ]
         if torch.version.cuda is None:
             index = "--index-url https://download.pytorch.org/whl/cu130"
             command = pip_command(f"--force-reinstall torch torchvision torchaudio {index}")
             return [f"For a torch that uses the NVIDIA card: {command}"]
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None:
+            why = f"CUDA_VISIBLE_DEVICES is {hidden!r}, which may hide the card"
+            return [f"{why}: unset it, then: {this_command()}"]
         return [f"Update the NVIDIA driver (this is {driver_version()}), restart, then: {this_command()}"]
     steps = []
     if card.capability and card.capability >= (8, 0):
@@ -319,7 +334,10 @@ def arguments_of(given: list[str]):
     parser.add_argument("--report", action="store_true", help="print what is known, without names and paths")
     parser.add_argument("--dry-run", action="store_true", help="compile and run nothing")
     parser.add_argument("--arch", type=card_of_arch, help="with --dry-run: for such a card, e.g. sm_120")
-    return parser.parse_args(given)
+    chosen = parser.parse_args(given)
+    if chosen.report + (chosen.all or chosen.retest) + bool(chosen.dry_run or chosen.arch) > 1:
+        parser.error("--report, --dry-run, and --all or --retest do different things: one at a time")
+    return chosen
 
 
 def main(given: list[str]) -> None:
@@ -348,7 +366,7 @@ def main(given: list[str]) -> None:
     if chosen.dry_run or chosen.arch:
         targets = [chosen.arch] if chosen.arch else [card for card in cards if card.capability]
         for card in targets:
-            print("\n".join(dry_run_lines(card)))
+            print("\n".join([*dry_run_lines(card), *next_steps(torch, card, failed=False)]))
         if not targets:
             print(f"No NVIDIA card is here; to compile for one: {this_command('--dry-run --arch sm_120')}")
         return
@@ -365,6 +383,7 @@ def main(given: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the console cannot show
     # Broad on purpose: whatever goes wrong is shown, and the pack still counts as installed.
     try:
         main(sys.argv[1:])

@@ -76,6 +76,15 @@ def pack_root() -> Path:
 
 
 @pytest.fixture(scope="session")
+def install():
+    """install.py as a module; its main is not run."""
+    spec = importlib.util.spec_from_file_location("vc_install", PACK_ROOT / "install.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def comfyui_path() -> Path:
     """The ComfyUI checkout of COMFYUI_PATH, for tests marked ``comfyui``."""
     return Path(os.environ["COMFYUI_PATH"]).expanduser().resolve()
