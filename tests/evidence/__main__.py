@@ -13,7 +13,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("fidelity", "clips", "length", "speed")
-SAVED_AS_MEASURED = ("clips", "speed")
 TOOLS = ("larger", "calibrate", "draw")
 
 
@@ -54,12 +53,11 @@ def main(argv=None):
             continue
         write = functools.partial(tables.write, stage, out=out, facts=facts)
         extra = {"larger": options.weights} if stage == "fidelity" and options.weights else {}
-        if stage in SAVED_AS_MEASURED:  # the long ones: a run that is cut short leaves what it had
-            extra["save"] = write
         with torch.inference_mode():
-            made, data = module.run(device, **extra)
+            # a run that is cut short leaves what it had
+            made, data = module.run(device, save=write, **extra)
         data["seconds"] = round(time.perf_counter() - begin, 1)
-        print(f"{write(made, data)}: {data['seconds']} s", flush=True)
+        print(f"{write(made, data, finished=True)}: {data['seconds']} s", flush=True)
         for picture in plots.draw(stage, out):
             print(picture, flush=True)
     return 0

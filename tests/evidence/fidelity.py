@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from comfyui_vc_attention.kernels import group_tokens as shipped_group_tokens
 from comfyui_vc_attention.kernels.group import reference as group_reference
+from comfyui_vc_attention.kernels.prepare.reference import rotate
 from comfyui_vc_attention.kernels.testing import energy_removed
 
 from . import measures
@@ -14,8 +15,8 @@ from .samples import MADE_KINDS, made_sample
 from .structured import CALIBRATION_GRID, TARGET_RATIOS, TARGET_SHARES, TARGET_VALUE_MSE, value_mse
 from .tables import Table
 
-PAPER_ORDERS = {"sequence": (0.08, 1.81), "cube": (0.12, 1.74), "grouped": (0.36, 1.28), "warm": (None, 1.28),
-                "balanced": (None, 1.17)}  # fmt: skip
+PAPER_ORDERS = {"sequence": (0.08, 1.81), "Hadamard on V": (None, 1.81), "cube": (0.12, 1.74),
+                "grouped": (0.36, 1.28), "warm": (None, 1.28), "balanced": (None, 1.17)}  # fmt: skip
 CLUSTERS, ITERATIONS = (4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 6, 10)
 
 
@@ -36,21 +37,27 @@ def log(text, start=time.perf_counter()):  # noqa: B008, the time the program be
     print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
 
 
-def measure(samples, methods, rows):
-    """{sample name: {method name: numbers or {"refusal": why}}}."""
-    found = {}
-    for sample in samples:
-        q, _ = sample.rows(rows)
-        expected = measures.exact_rows(q, sample.k, sample.v)
-        found[sample.name] = {}
-        for method in methods:
-            refusal = method.why_not(sample)
-            if refusal:
-                found[sample.name][method.name] = {"refusal": refusal}
-                continue
-            found[sample.name][method.name] = measures.of_output(method.run(sample, q), expected)
-        log(f"{sample.name}: {len(methods)} methods")
+def measure(sample, methods, rows):
+    """{method name: numbers or {"refusal": why}}."""
+    q, _ = sample.rows(rows)
+    expected, found = measures.exact_rows(q, sample.k, sample.v), {}
+    for method in methods:
+        refusal = method.why_not(sample)
+        made = {"refusal": refusal} if refusal else measures.of_output(method.run(sample, q), expected)
+        found[method.name] = made
+    log(f"{sample.name}: {len(methods)} methods")
     return found
+
+
+def method_tables(found, methods):
+    """The tables of output errors and of their parts, of the samples measured so far."""
+    errors, columns = error_table(found, methods)
+    parts = [
+        term_table(name, numbers, methods)
+        for name, numbers in columns.items()
+        if name == "structured" or "captured" in name
+    ]
+    return [errors, *parts]
 
 
 def averaged(per_method):
@@ -125,9 +132,11 @@ def order_table(sample):
     )
     base = value_mse(sample.v)
     for name, (share, mse) in PAPER_ORDERS.items():
-        order = sample.order(name)
-        error = value_mse(sample.v, order)
-        table.rows.append([name, energy_removed(sample.v, order), share, error, error / base,
+        turned = name == "Hadamard on V"  # keeps lengths, so its error is the error of what it turned
+        v = rotate(sample.v.float()) if turned else sample.v
+        order = None if turned else sample.order(name)
+        error = value_mse(v, order)
+        table.rows.append([name, energy_removed(v, order), share, error, error / base,
                            mse * 1e-4, mse / PAPER_ORDERS["sequence"][1]])  # fmt: skip
     frames, rows, columns = sample.grid
     table.notes.append(
@@ -186,8 +195,11 @@ def cast_table(samples, rows):
     return table, data
 
 
-def run(device, sizes=None, larger=None):
-    """(tables, data) of this stage. larger: weights of tool larger, to capture from as well."""
+def run(device, sizes=None, larger=None, save=lambda tables, data: None):
+    """(tables, data) of this stage. larger: weights of tool larger, to capture from as well.
+
+    save: given both after each kind of tensors.
+    """
     sizes = sizes or (Sizes() if device.type == "cuda" else CPU_SIZES)
     methods = all_methods()
     made = [made_sample(kind, sizes.heads, sizes.grid, device) for kind in sizes.kinds]
@@ -195,18 +207,15 @@ def run(device, sizes=None, larger=None):
     if larger:
         more = captured_samples(sizes.steps, sizes.blocks, larger, device)
         samples += [replace(sample, name=f"larger model, {sample.name}") for sample in more]
-    found = measure(samples, methods, sizes.rows)
-    errors, columns = error_table(found, methods)
-    tables = [errors]
-    for name, numbers in columns.items():
-        if name == "structured" or "captured" in name:
-            tables.append(term_table(name, numbers, methods))
+    found = {}
+    data = {"size": {"heads": sizes.heads, "grid": sizes.grid, "rows": sizes.rows}, "numbers": found}
+    for sample in samples:
+        found[sample.name] = measure(sample, methods, sizes.rows)
+        save(method_tables(found, methods), data)
+    tables = method_tables(found, methods)
     structured = next(sample for sample in made if sample.name == "structured")
-    tables.append(order_table(structured))
     swept = [structured, next(s for s in samples if s.name.startswith("captured"))]
-    tables.append(sweep_table(swept))
+    tables += [order_table(structured), sweep_table(swept)]
     log("sweeps")
-    casts, cast_data = cast_table(samples, min(sizes.rows, 256))
-    tables.append(casts)
-    size = {"heads": sizes.heads, "grid": sizes.grid, "rows": sizes.rows}
-    return tables, {"size": size, "numbers": found, "probability_error": cast_data}
+    casts, data["probability_error"] = cast_table(samples, min(sizes.rows, 256))
+    return [*tables, casts], data

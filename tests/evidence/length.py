@@ -10,7 +10,7 @@ from comfyui_vc_attention.kernels.testing import relative_l2
 
 from .fidelity import log
 from .measures import exact_rows
-from .tables import Table
+from .tables import Table, named_failure
 
 LENGTHS = (1024, 4096, 16_384, 65_536, 131_072, 262_144, 299_520, 299_521, 314_437, 400_000)
 LARGE = (
@@ -62,24 +62,27 @@ def kernels_for(q, k, v):
             yield spec, config
 
 
-def measure(tokens, heads, layout, device, only=None):
-    """Rows of the table for one size: without means, and grouped with means."""
+def measure(table, tokens, heads, layout, device, only=None):
+    """Add the rows of one size: each kernel without means, and grouped with means."""
     q, k, v = inputs(tokens, heads, layout, device)
-    expected, rows = Expected(q, k, v), []
-    grouping = group_tokens(v, 128)
+    expected, grouping = Expected(q, k, v), group_tokens(v, 128)
     for spec, config in kernels_for(q, k, v):
         if only and spec.name not in only:
             continue
-        numbers = []
-        for how, order in ((plain(config), None), (config, grouping)):
-            numbers.append(expected.error(vc_attention(q, k, v, how, grouping=order, kernel=spec.name)))
-        rows.append([spec.name, tokens, heads, layout, *numbers])
+        with named_failure(table, f"{spec.name}, {tokens:,} keys, {heads} heads, {layout}"):
+            numbers = [
+                expected.error(vc_attention(q, k, v, how, grouping=order, kernel=spec.name))
+                for how, order in ((plain(config), None), (config, grouping))
+            ]
+            table.rows.append([spec.name, tokens, heads, layout, *numbers])
     log(f"{tokens:,} tokens, {heads} heads, {layout}")
-    return rows
 
 
-def run(device, lengths=None, heads=2):
-    """(tables, data) of this stage. A size that does not fit the memory is named in the notes."""
+def run(device, lengths=None, heads=2, save=lambda tables, data: None):
+    """(tables, data) of this stage. A size that does not fit the memory is named in the notes.
+
+    save: given both after each size.
+    """
     cuda = device.type == "cuda"
     lengths = lengths or (LENGTHS if cuda else CPU_LENGTHS)
     table = Table(
@@ -92,12 +95,11 @@ def run(device, lengths=None, heads=2):
     jobs += [(t, heads, "fused", None) for t in lengths if t >= FUSED_FROM or t == lengths[0]]
     fast = ("cuda_int8_fp8_sm90", "cuda_int8_int8_sm90")
     jobs += [(tokens, many, "fused", fast) for tokens, many in LARGE] if cuda else []
+    data = {"config": str(VCConfig())}
     for tokens, many, layout, only in jobs:
-        try:
-            table.rows += measure(tokens, many, layout, device, only)
-        except torch.cuda.OutOfMemoryError:
-            table.notes.append(f"{tokens:,} keys, {many} heads, {layout}: out of memory.")
-            torch.cuda.empty_cache()
+        with named_failure(table, f"{tokens:,} keys, {many} heads, {layout}"):
+            measure(table, tokens, many, layout, device, only)
+        save([table], data)
     longest = max((row[1] for row in table.rows), default=0)
     table.notes.append(f"Longest measured: {longest:,} keys.")
-    return [table], {"longest": longest, "config": str(VCConfig())}
+    return [table], data | {"longest": longest}

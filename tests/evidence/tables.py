@@ -1,15 +1,20 @@
 """Results as Markdown and JSON, with what they were measured on in the header."""
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from comfyui_vc_attention.kernels.validation import first_line
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# of kernels, of packages and of memory; anything else is our mistake and ends the stage
+FAILURES = (RuntimeError, ValueError, ImportError, NotImplementedError)
 PACKAGES = ("torch", "triton", "sageattention", "sageattn3", "comfy-kitchen")
 
 
@@ -47,6 +52,17 @@ def shown(cell) -> str:
     return str(cell)
 
 
+@contextlib.contextmanager
+def named_failure(table: Table, what: str):
+    """A row, or some, of a table: where one fails, a note of the table says why, and the stage goes on."""
+    try:
+        yield
+    except FAILURES as error:
+        table.notes.append(f"{what}: failed, {first_line(error)}")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def environment(commit: str | None = None) -> dict[str, str]:
     """Card, driver, versions and commit; commit: where the checkout has no git."""
     here = Path(__file__).parent
@@ -81,12 +97,24 @@ def folder_name(facts) -> str:
     return "cpu" if card.startswith("cpu") else "-".join(card.split())
 
 
-def write(stage, tables, data, out: Path, facts) -> Path:
-    """Write <stage>.md and <stage>.json into out; returns the Markdown file."""
+def write(stage, tables, data, out: Path, facts, finished=False) -> Path:
+    """Write <stage>.md and <stage>.json into out, each whole or not at all; returns the Markdown file.
+
+    finished: False marks them as what a run that was cut short has left.
+    """
     out.mkdir(parents=True, exist_ok=True)
     header = ", ".join(f"{name} {value}" for name, value in facts.items())
-    text = f"# Evidence: {stage}\n\nMeasured on: {header}.\n\n" + "\n".join(t.markdown() for t in tables)
-    (out / f"{stage}.md").write_text(text, encoding="utf-8")
-    whole = {"measured_on": facts, **data, "tables": [vars(t) for t in tables]}
-    (out / f"{stage}.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    text = f"# Evidence: {stage}\n\nMeasured on: {header}.\n\n"
+    text += "" if finished else "**Not finished: rows and tables are missing.**\n\n"
+    text += "\n".join(table.markdown() for table in tables)
+    whole = {"measured_on": facts, "finished": finished, **data, "tables": [vars(t) for t in tables]}
+    replace_text(out / f"{stage}.md", text)
+    replace_text(out / f"{stage}.json", json.dumps(whole, indent=1) + "\n")
     return out / f"{stage}.md"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write beside the file and rename: who is stopped in between leaves the file that was there."""
+    beside = path.with_suffix(path.suffix + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

@@ -5,7 +5,11 @@ import json
 
 import pytest
 import torch
+from comfyui_vc_attention.kernels import VCConfig
+from comfyui_vc_attention.kernels.benchmark_peers import Peer, pytorch
+from comfyui_vc_attention.kernels.registry import kernel_named
 from evidence import fidelity, larger, length, plots, speed, tables
+from evidence.length import inputs
 from evidence.methods import MAIN
 from evidence.samples import made_sample
 
@@ -54,8 +58,73 @@ def test_speed_without_a_gpu_says_so():
     assert table.rows == [] and table.notes == ["Not measured: needs a GPU."]
 
 
-def test_long_calls_are_repeated_less():
-    assert speed.rounds_for(4096, 40) == 10 and speed.rounds_for(150_000, 56) == 3
+@pytest.fixture
+def small_speed(monkeypatch):
+    """Stage speed on a CPU: the reference is its only kernel, and every time is a millisecond."""
+    from bench import timing
+
+    def turns(calls, rounds=1, warmup=0):
+        return {name: (call(), 1.0)[1] for name, call in calls.items()}
+
+    monkeypatch.setattr(timing, "alone_ms", lambda call, *rest: (call(), 1.0)[1])
+    monkeypatch.setattr(timing, "interleaved_ms", turns)
+    monkeypatch.setattr(timing, "peak_extra_bytes", lambda call: (call(), 2**20)[1])
+    kernel = kernel_named("reference"), VCConfig(value_format="int8")
+    monkeypatch.setattr(speed, "chosen_kernels", lambda *rest: iter([kernel]))
+    failing = Peer("a package", lambda q, k, v: {}["no such kernel"], lambda q: None)
+    monkeypatch.setattr(speed, "PEERS", (Peer("PyTorch cuDNN", pytorch, lambda q: None), failing))
+    monkeypatch.setattr(tables, "FAILURES", (*tables.FAILURES, KeyError))
+    monkeypatch.setattr(
+        speed, "captured_long", lambda grid, heads, device: inputs(384, heads, "fused", device)
+    )
+    sizes = {"LENGTHS": (130, 256), "HEADS": 2, "HEAD_COUNTS": (1,), "HEADS_LENGTH": 130, "LONGEST": (300, 1),
+             "PARTS_SHAPE": (130, 1), "PAPER_SHAPES": {"Wan": ((2, 12, 16), 2)}}  # fmt: skip
+    for name, value in sizes.items():
+        monkeypatch.setattr(speed, name, value)
+
+
+def test_speed_makes_every_table_and_names_what_failed(small_speed, tmp_path):
+    saved = []
+    first = tables.Table("Speed over length", "", speed.COLUMNS)
+    made, data = speed.measure_all(torch.device("cpu"), first, lambda *now: saved.append(now))
+    assert [table.title.split(" (")[0] for table in made] == [
+        "Speed over length", "The paper's shapes", "Order time", "Schedules", "Preparation ladder",
+        "Speed over heads",
+    ]  # fmt: skip
+    assert [row[0] for row in first.rows] == ["cuDNN bf16", "reference"] * 3
+    assert all(len(row) == len(table.columns) for table in made for row in table.rows)
+    assert len(first.notes) == 3 and all("a package" in n and "no such kernel" in n for n in first.notes)
+    assert [row[3] for row in made[1].rows[::2]] == [
+        f"Wan, {kind}" for kind in ("N(0, 1)", "structured", "captured")
+    ]
+    assert len(saved) == 3 * 7 + 2
+    tables.write("speed", made, data, tmp_path, FACTS)
+    if importlib.util.find_spec("matplotlib"):
+        assert plots.draw("speed", tmp_path)
+
+
+def test_schedules_add_up_what_was_measured():
+    def row(name, tokens, call, grouped):
+        cells = dict.fromkeys(speed.COLUMNS) | {"kernel": name, "tokens": tokens, "heads": 40}
+        return list((cells | {"call ms": call, "call grouped ms": grouped}).values())
+
+    by_length = tables.Table("", "", speed.COLUMNS, [row("ours", 75_600, 100.0, 110.0)])
+    by_length.rows += [row("ours", 4096, 1.0, 1.0), row("a peer", 75_600, 200.0, None)]
+    order_times = tables.Table("", "", [], [["k-means", 128, "as shipped", 2.0, 0.02]])
+    order_times.rows += [["k-means, warm", 128, "as shipped", 1.0, 0.01], ["k-means", 128, 1, 9.0, 0.09]]
+    made = {tuple(row[:2]): row[2:] for row in speed.schedule_table(by_length, order_times).rows}
+    assert made["no step", 4] == [0, pytest.approx(160.0), 1.0]
+    # a block: 30 plain and 10 grouped steps, one order from nothing and two warm ones
+    assert made["first quarter", 4][:2] == [3, pytest.approx(40 * (3.0 + 1.1 + 0.004))]
+    assert made["uniform quarter", 4][0] == 10 and made["every step", 4][0] == 10
+
+
+def test_what_a_run_that_was_cut_short_leaves_says_so(tmp_path):
+    table = tables.Table("Times", "", ["a"], [[1.0]])
+    text = tables.write("speed", [table], {}, tmp_path, FACTS).read_text(encoding="utf-8")
+    assert "Not finished" in text and not json.loads((tmp_path / "speed.json").read_text())["finished"]
+    text = tables.write("speed", [table], {}, tmp_path, FACTS, finished=True).read_text(encoding="utf-8")
+    assert "Not finished" not in text and len(list(tmp_path.iterdir())) == 2
 
 
 def test_papers_shapes_have_the_papers_tokens():
