@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.test_field_faults import import_that_fails
+
 
 def steps(install, monkeypatch, card, cuda="13.0", driver="none", nvrtc=None, triton="3.6.0", failed=False):
     monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.driver_version", lambda: driver)
@@ -66,6 +68,11 @@ def test_missing_nvrtc_gets_the_package_of_torchs_cuda(install, monkeypatch, cud
 def test_i17_old_cards_are_not_sold_what_would_not_help(install, monkeypatch):
     card = install.Card("RTX 2080", "cuda", (7, 5), 8.0)
     assert steps(install, monkeypatch, card, triton="not usable: x", nvrtc="no NVRTC") == []
+
+
+def test_i03_a_triton_whose_library_does_not_load_is_told_from_one_that_works(install, monkeypatch):
+    import_that_fails(monkeypatch, "triton", OSError("libcuda.so: cannot open"))
+    assert install.triton_version() == "not usable: libcuda.so: cannot open"
 
 
 @pytest.mark.parametrize(

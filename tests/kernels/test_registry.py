@@ -1,6 +1,7 @@
 """Choosing a kernel: the table's order, refusals that say why, explicit names."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ def test_problem_of_tensors():
 def test_kernel_named_and_grouping_for_a_cpu():
     assert kernel_named("reference").load().attend.__module__.endswith("attend.reference")
     assert load_grouping(torch.empty(1, 1, 2, 128), 8).__module__.endswith("group.reference")
+
+
+@pytest.mark.parametrize(
+    ("nvrtc", "triton", "capability", "module"),
+    [
+        (None, None, (9, 0), "group.cuda_kmeans"),
+        ("was not found", None, (9, 0), "group.triton_kmeans"),
+        (None, "needs Triton", (8, 6), "group.cuda_kmeans"),
+        (None, None, (7, 5), "group.triton_kmeans"),
+        ("was not found", "needs Triton", (9, 0), "group.reference"),
+    ],
+)
+def test_grouping_on_a_card_is_what_can_be_built_there(monkeypatch, nvrtc, triton, capability, module):
+    pytest.importorskip("triton")
+    card = SimpleNamespace(major=capability[0], minor=capability[1], shared_memory_per_block_optin=101376)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: nvrtc)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: triton)
+    v = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 1, 256, 128), dtype=torch.bfloat16)
+    assert load_grouping(v, 128).__module__.endswith(module)
 
 
 def test_kernels_that_refuse_alike_are_named_together():
