@@ -139,6 +139,38 @@ def test_a_supported_card_gets_a_kernel(install):
     assert dict(rows)[automatic] == ""
 
 
+def readme_offers(text):
+    """By sm number, what the README's table of cards says: kernels as "cuda int8_int8"."""
+    table = text.partition("**Does it run on my card?**")[2].strip().partition("\n\n")[0]
+    eights, offers = {}, {}
+    for line in table.splitlines()[2:]:
+        cards, eight, four, _ = line.strip("|").split("|")
+        if alike := re.search(r"as (RTX \d+)", eight):
+            eight = next(cell for name, cell in eights.items() if alike[1] in name)
+        eights[cards] = eight
+        first, _, second = eight.partition(";")
+        cuda = re.findall(r"`(\w+)`", four) + (re.findall(r"`(\w+)`", first) if "CUDA" in first else [])
+        triton = re.findall(r"`(\w+)`", second if "CUDA" in first else first)
+        triton += [name for name in cuda if "the same" in second and name != "nvfp4"]
+        for number in re.findall(r"sm_(\d+)", cards):
+            offers[number] = {f"cuda {name}" for name in cuda} | {f"triton {name}" for name in triton}
+    return offers
+
+
+def test_the_readmes_table_of_cards_is_true(install, pack_root, monkeypatch):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: None)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: None)
+    offers = readme_offers((pack_root / "README.md").read_text(encoding="utf-8"))
+    assert set(offers) == {"80", "86", "89", "90", "100", "103", "120"}
+    for number, said in offers.items():
+        rows, automatic = install.kernel_rows(install.card_of_arch(number))
+        found = {re.sub(r"_sm\d+$", "", name).replace("_", " ", 1) for name, reason in rows if not reason}
+        if number in ("100", "103"):  # what else runs there is slow: a setting may ask for it
+            assert said == {automatic.replace("_", " ", 1)}
+        else:
+            assert found - {"reference"} == said, number
+
+
 def test_i01_missing_triton_is_named_with_the_command_that_mends_it(install, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "not usable" in install.triton_version()
