@@ -88,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_e4m3(const __gri
   for (int j = 0; j * TILE < keys; j++) {
     opaque(start, PRELOAD);
     u32 s[64], p[16];
-    if ((j + 1) * TILE < keys) block.load_keys(j + 1);
-    const u32 k_at = block.wait_keys(j);
+    const u32 k_at = block.acquire_keys(j);
     multiply_qk(s, block.q_address(), b_address(k_at, lane), start);
     const Factors a = factors_of(block.q_scales(), k_at + 16384, lane);
     block.release_keys(j);
@@ -106,13 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_e4m3(const __gri
     if (USE_MEANS) masses.rescale(alpha0, alpha1);
     if (USE_MEANS) masses.record(j % MEAN_TILES, lane, mass0, mass1);
 
-    if ((j + 1) * TILE < keys) block.load_values(j + 1, USE_MEANS);
-    multiply_pv(o, p, alpha0, alpha1, b_address(block.wait_values(j), lane));
+    multiply_pv(o, p, alpha0, alpha1, b_address(block.acquire_values(j, USE_MEANS), lane));
     block.release_values(j);
-    if (USE_MEANS && (j % MEAN_TILES == MEAN_TILES - 1 || (j + 1) * TILE >= keys)) {
-      restore_means<true>(o, masses, block.means(j), lane);
-      masses.clear();
-    }
+    if (USE_MEANS && block.means_due(j)) restore_means<true>(o, masses, block, j, lane);
   }
   constexpr float SUM_SCALE = USE_EXPCAST ? 1.f / (256.f * 1.00928f) : 1.f / 256.f;
   store_rows(call, o, l, m * 0.125f, lane, SUM_SCALE, call.v_scale);

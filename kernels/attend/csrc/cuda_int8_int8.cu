@@ -114,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_u8s8(const __gri
   for (int j = 0; j * TILE < keys; j++) {
     opaque(start, PRELOAD);
     u32 s[64], p[16];
-    if ((j + 1) * TILE < keys) block.load_keys(j + 1);
-    const u32 k_at = block.wait_keys(j);
+    const u32 k_at = block.acquire_keys(j);
     multiply_qk(s, block.q_address(), b_address(k_at, thread_now() & 31), start);
     const Factors a = factors_of(block.q_scales(), k_at + 16384, lane);
     block.release_keys(j);
@@ -144,14 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_u8s8(const __gri
     }
     both_rows(w, second, w0, w1);
 
-    if ((j + 1) * TILE < keys) block.load_values(j + 1, USE_MEANS);
-    const u32 v_at = block.wait_values(j);
+    const u32 v_at = block.acquire_values(j, USE_MEANS);
     multiply_pv(o, p, w0, w1, b_address(v_at, lane), v_at + 16384 + (lane & 3) * 8, start);
     block.release_values(j);
-    if (USE_MEANS && (j % MEAN_TILES == MEAN_TILES - 1 || (j + 1) * TILE >= keys)) {
-      restore_means<USE_F16_MEANS>(o, masses, block.means(j), lane);
-      masses.clear();
-    }
+    if (USE_MEANS && block.means_due(j)) restore_means<USE_F16_MEANS>(o, masses, block, j, lane);
   }
   store_rows(call, o, l, m, lane, 1.f, nullptr);
 }

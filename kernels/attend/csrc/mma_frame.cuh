@@ -134,11 +134,14 @@ struct Block {
     }
     arrive_with_copies(v_full(j));
   }
-  DEVICE u32 wait_keys(int j) const {
+  // The slot of tile j, once it has landed; the copies of the next tile start first
+  DEVICE u32 acquire_keys(int j) const {
+    if ((j + 1) * TILE < keys) load_keys(j + 1);
     wait_phase(k_full(j), j >> 1 & 1);
     return k_slot(j);
   }
-  DEVICE u32 wait_values(int j) const {
+  DEVICE u32 acquire_values(int j, bool with_means) const {
+    if ((j + 1) * TILE < keys) load_values(j + 1, with_means);
     wait_phase(v_full(j), j >> 1 & 1);
     return v_slot(j);
   }
@@ -150,8 +153,9 @@ struct Block {
   DEVICE void release_keys(int j) const { release(k_empty(j)); }
   DEVICE void release_values(int j) const { release(v_empty(j)); }
 
-  // Of the 8 tiles that j is one of
+  // Of the 8 tiles that j is one of, and whether they are due: j is the last of them, or of all
   DEVICE u32 means(int j) const { return shared + MEANS_AT + j / MEAN_TILES % 2 * MEAN_BYTES; }
+  DEVICE bool means_due(int j) const { return j % MEAN_TILES == MEAN_TILES - 1 || (j + 1) * TILE >= keys; }
   DEVICE u32 q_address() const {
     const int thread = thread_now();
     return a_address(shared + Q_AT + thread / 32 * 2048, thread & 31);
@@ -231,10 +235,10 @@ struct Masses {
     if (mine && odd) x[1] = mass0, x[3] = mass1;
   }
 };
-// o += masses times their tiles' 16-bit means. A's second half is what rounding the first left, over the same means:
-// the masses keep at least 16 bits.
+// o += masses times the 16-bit means of their tiles, of which j is the last; no mass is left then. A's second half is what
+// rounding the first left, over the same means: the masses keep at least 16 bits.
 template <bool FP16>
-DEVICE void restore_means(float (&o)[64], const Masses& masses, u32 means, int lane) {
+DEVICE void restore_means(float (&o)[64], Masses& masses, const Block& block, int j, int lane) {
   u32 a[4];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -243,15 +247,16 @@ DEVICE void restore_means(float (&o)[64], const Masses& masses, u32 means, int l
     if (FP16) a[2 + i] = pack_f16(x - low_f16(a[i]), y - low_f16(a[i] >> 16));
     else a[2 + i] = pack_bf16(x - __uint_as_float(a[i] << 16), y - __uint_as_float(a[i] & 0xFFFF0000u));
   }
-  const u32 row = means + (lane & 7) * 128;
+  const u32 row = block.means(j) + (lane & 7) * 128;
 #pragma unroll
-  for (int j = 0; j < 16; j += 4) {
-    // four groups of 8 channels: chunk j % 8 + lane / 8 of the row's half
+  for (int n = 0; n < 16; n += 4) {
+    // four groups of 8 channels: chunk n % 8 + lane / 8 of the row's half
     u32 b[4];
-    load_matrices_transposed(row + j / 8 * 1024 + (((j % 8 + (lane >> 3)) ^ (lane & 7)) << 4), b);
+    load_matrices_transposed(row + n / 8 * 1024 + (((n % 8 + (lane >> 3)) ^ (lane & 7)) << 4), b);
 #pragma unroll
-    for (int i = 0; i < 4; i++) mma_16bit<FP16>(o + 4 * (j + i), a, b[i], b[i]);
+    for (int i = 0; i < 4; i++) mma_16bit<FP16>(o + 4 * (n + i), a, b[i], b[i]);
   }
+  masses.clear();
 }
 
 DEVICE void store_pair(const Call& call, i64 at, float x, float y) {
