@@ -318,30 +318,46 @@ def test_equal_cards_are_tried_once_and_the_second_run_tries_nothing(install, on
     assert "trying" not in capsys.readouterr().out
 
 
-def test_cuda_visible_devices_changed_and_no_card_is_taken_for_another(install, kept, monkeypatch, capsys):
-    """The number of a card is not its name: what was tested follows the card."""
+@pytest.fixture
+def machine(install, kept, monkeypatch):
+    """visible: the cards that torch numbers, may be changed; tried: cards that a kernel was tried on."""
     from comfyui_vc_attention.kernels import validation
 
-    new = ("NVIDIA GeForce RTX 5090", (12, 0))
-    visible, tried = [], []
+    state = SimpleNamespace(visible=[], tried=[])
 
     def validate(spec, device):
-        tried.append(torch.cuda.get_device_name(device))
+        state.tried.append(torch.cuda.get_device_name(device))
         validation.card_record(device).save(entry(spec.name))
         return entry(spec.name)
 
+    def cards_of(torch):
+        return [install.Card(name, "cuda", c, 24.0, i) for i, (name, c) in enumerate(state.visible)], ""
+
     set_rows(monkeypatch, "triton_int8_int8", "reference")
     monkeypatch.setattr(validation, "validate", validate)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: visible[device.index][0])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: visible[device.index][1])
-
-    def cards_of(torch):
-        return [install.Card(name, "cuda", c, 24.0, i) for i, (name, c) in enumerate(visible)], ""
-
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: state.visible[device.index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state.visible[device.index][1])
     monkeypatch.setattr(install, "cards_of", cards_of)
-    for visible[:] in ([CARD], [new, CARD], [CARD, new], [new]):
+    return state
+
+
+NEWER = ("NVIDIA GeForce RTX 5090", (12, 0))
+
+
+def test_each_of_two_cards_is_tried_and_has_its_table(install, machine, capsys):
+    machine.visible[:] = [CARD, NEWER]
+    install.main([])
+    out = capsys.readouterr().out
+    assert machine.tried == [CARD[0], NEWER[0]]
+    for name, capability in machine.visible:
+        assert f"Kernels on {name}, sm_{capability[0]}{capability[1]}, 24 GiB:" in out
+
+
+def test_cuda_visible_devices_changed_and_no_card_is_taken_for_another(install, machine, capsys):
+    """The number of a card is not its name: what was tested follows the card."""
+    for machine.visible[:] in ([CARD], [NEWER, CARD], [CARD, NEWER], [NEWER]):
         install.main([])
-    assert tried == [CARD[0], new[0]]
+    assert machine.tried == [CARD[0], NEWER[0]]
     assert capsys.readouterr().out.count("trying ") == 2
 
 

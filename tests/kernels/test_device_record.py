@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_vc_attention.kernels import AttentionProblem, choose_kernel, device_record, registry
+from comfyui_vc_attention.kernels.attend.cuda_build import CudaBuildError
 from comfyui_vc_attention.kernels.device_record import CRASHED, FAILED, PASSED, Entry, Speed, known, record_of
 
 CARD = ("NVIDIA H200", (9, 0))
@@ -50,6 +51,14 @@ def test_another_version_is_another_card(monkeypatch, what):
     changed = tuple((n, "other" if n == what else v) for n, v in device_record.surroundings())
     monkeypatch.setattr(device_record, "surroundings", lambda: changed)
     assert record_of(*CARD).entry("k") is None
+
+
+def test_without_nvrtc_a_card_still_has_a_record(monkeypatch):
+    def missing():
+        raise CudaBuildError("NVRTC was not found")
+
+    monkeypatch.setattr(device_record, "nvrtc_version", missing)
+    assert dict(device_record.surroundings.__wrapped__())["nvrtc"] == "none"
 
 
 def test_cuda_visible_devices_and_order_do_not_matter():

@@ -9,6 +9,7 @@ from comfyui_vc_attention.kernels.operands import (
     AttentionProblem,
     TokenGrouping,
     VCOperands,
+    card_fields,
     heads_in_a_row,
     new_output,
     new_results,
@@ -26,6 +27,16 @@ def test_a_problem_before_there_are_tensors_is_the_one_that_they_pose():
     q, k, v = sample_qkv(shape=(1, 2, 30, 128), dtype=torch.float16)
     expected = AttentionProblem.self_attention(30, torch.float16, heads=2, device_type="cpu")
     assert AttentionProblem.of(q, k, v) == expected
+
+
+def test_an_amd_gpu_that_torch_calls_cuda_is_no_nvidia_card(monkeypatch):
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (11, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert card_fields(card) == {"device_type": "cuda", "capability": (11, 0), "device_name": "a card"}
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert card_fields(card) == {"device_type": "rocm"}
 
 
 @pytest.mark.parametrize("numerics", ["int8_int8", "int8_fp8", "fp8_fp8", "nvfp4"])
