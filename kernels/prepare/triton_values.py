@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 
 from .. import formats
-from .triton_rows import load_rows, quotient, scale_of, to_codes, to_float, tokens_at
+from .triton_rows import ROUND_MAGIC, load_rows, quotient, scale_of, to_codes, to_float, tokens_at
+
+ROUNDING_PRIOR = tl.constexpr(formats.ROUNDING_PRIOR)
 
 
 # One program: one tile of one head. v_scale is read for E4M3 and written for INT8.
@@ -33,8 +35,8 @@ def quantize_v_kernel(
     o_tile = (i_bh * n_tiles + i_t) * D + o_d
     if FP8:
         b_scale = tl.load(v_scale + i_bh * D + o_d)
+    here = tl.maximum(tl.minimum(count - i_t * 128, 128), 1).to(tl.float32)
     if DEMEAN:
-        here = tl.maximum(tl.minimum(count - i_t * 128, 128), 1).to(tl.float32)
         b_mean = tl.div_rn(tl.sum(b_v, 0), tl.broadcast_to(here, [D]))
         if FP8:
             b_mean = tl.div_rn(b_mean, b_scale)
@@ -48,7 +50,12 @@ def quantize_v_kernel(
     if not FP8:
         b_scale = scale_of(tl.max(tl.abs(b_v), 0), 127.0)
         tl.store(v_scale + o_tile, b_scale)
-    b_code = to_codes(quotient(b_v, b_scale[None, :]), FP8)
+    b_v = quotient(b_v, b_scale[None, :])
+    if not FP8:
+        # I1: what rounding misses is to sum to little; absent keys stay 0, for it is less than half a step
+        b_missed = tl.sum(b_v - ((b_v + ROUND_MAGIC) - ROUND_MAGIC), 0)
+        b_v += tl.div_rn(b_missed, tl.broadcast_to(here + ROUNDING_PRIOR, [D]))[None, :]
+    b_code = to_codes(b_v, FP8)
     if not FP8:
         tl.store(v_sum + o_tile, tl.sum(b_code.to(tl.int32), 0) * 128)
     o_code = (i_bh * n_tiles + i_t) * 128 * D + o_d[:, None] * 128 + o_p[None, :]

@@ -274,20 +274,16 @@ struct __align__(2 * sizeof(T)) Pair {
 };
 // The lowest bytes of a word, as many as there are keys
 DEVICE u32 real_bytes(int keys) { return keys >= 4 ? ~0u : (1u << 8 * max(keys, 0)) - 1; }
-// Code bytes of a channel's 32 keys of one lane into its row of the image; word i of it is 4 keys from 32 a + 4 i.
+// Codes of a channel's 32 steps of one lane into its row of the image; word i of it is 4 keys from 32 a + 4 i.
 template <bool INT8>
-DEVICE void store_channel(char* image, int channel, int a, int count, const float (&r)[32], float inverse) {
+DEVICE void store_channel(char* image, int channel, int a, int count, const float (&steps)[32]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const float* y = r + 4 * i;
-    u32 codes = pack_codes<INT8>(y[0] * inverse, y[1] * inverse, y[2] * inverse, y[3] * inverse);
+    const float* y = steps + 4 * i;
+    u32 codes = pack_codes<INT8>(y[0], y[1], y[2], y[3]);
     if (count < TILE) codes &= real_bytes(count - 32 * a - 4 * i);
     *(u32*)(image + channel * 128 + ((i ^ (channel & 7)) * 16) + a * 4) = codes;
   }
-}
-DEVICE float quad_total(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 DEVICE float round_f16(float x) {
   float y;
@@ -374,8 +370,10 @@ DEVICE void quantize_v(const Job& job) {
     for (int g = 0; g < 4; g++) ones[g] = 0x38383838u & real_bytes(count - 32 * g - 4 * i);
     *(uint4*)(image + 16384 + r * 128 + (i ^ r) * 16) = make_uint4(ones[0], ones[1], ones[2], ones[3]);
   }
-  store_channel<INT8>(image, c, a, count, x, sx > 0.f ? 1.f / sx : 0.f);
-  store_channel<INT8>(image, c + 1, a, count, y, sy > 0.f ? 1.f / sy : 0.f);
+  to_steps<INT8>(x, sx, count, 32 * a);
+  to_steps<INT8>(y, sy, count, 32 * a);
+  store_channel<INT8>(image, c, a, count, x);
+  store_channel<INT8>(image, c + 1, a, count, y);
   __syncthreads();
   constexpr int RECORD = 16384 + (INT8 ? 512 : 1024);
   uint4* out = (uint4*)(job.v_image + index * RECORD);

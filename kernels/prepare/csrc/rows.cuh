@@ -192,6 +192,27 @@ DEVICE float quad_amax(const float (&x)[32]) {
   a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
   return fmaxf(a, __shfl_xor_sync(~0u, a, 2));
 }
+DEVICE float quad_total(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+// Values of one channel over their scale, ready to be rounded; a lane of the quad has keys first to first + 31 of a
+// tile's count. INT8: with what rounding all keys misses spread over them (I1; 32: formats.ROUNDING_PRIOR).
+template <bool INT8>
+DEVICE void to_steps(float (&x)[32], float scale, int count, int first) {
+  constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23: added and taken away, it rounds to nearest even
+  const float inverse = scale > 0.f ? 1.f / scale : 0.f;
+  float missed = 0.f;
+#pragma unroll
+  for (int k = 0; k < 32; k++) {
+    x[k] *= inverse;
+    if (INT8 && (count == TILE || first + k < count)) missed += x[k] - __fsub_rn(__fadd_rn(x[k], MAGIC), MAGIC);
+  }
+  if (!INT8) return;
+  missed = quad_total(missed) / (float)(count + 32);
+#pragma unroll
+  for (int k = 0; k < 32; k++) x[k] += missed;
+}
 DEVICE u32 pack_s8(float x0, float x1, float x2, float x3) {
   u32 d;
   asm("{.reg .s32 a,b,c,e; .reg .b32 t;\n"

@@ -29,6 +29,11 @@ def test_host_packs_the_device_struct():
     assert packed_size(cuda_sm90.SOURCE.read_text(), "Job") == struct_size(cuda_sm90.JOB)
 
 
+def test_rounding_prior_is_the_formats():
+    rows = cuda_sm90.SOURCE.with_name("rows.cuh").read_text()
+    assert f"missed = quad_total(missed) / (float)(count + {formats.ROUNDING_PRIOR});" in rows
+
+
 def test_sign_words_are_the_formats():
     words = cuda_sm90._sign_words()
     signs = [-1.0 if words[c // 32] >> c % 32 & 1 else 1.0 for c in range(128)]

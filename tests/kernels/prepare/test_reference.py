@@ -89,6 +89,17 @@ def test_int8_values_use_the_stored_mean():
     assert ((restored - v).norm() / (v - v.mean()).norm()).item() < 0.02
 
 
+@pytest.mark.parametrize(("keys", "left"), [(128, 0.5), (64, 0.6), (1, 1.01)])
+def test_int8_rounding_errors_sum_to_little(keys, left):
+    """I1: weights that are alike see little of what rounding missed; a lone key has what it had."""
+    v = torch.randn(1, 64, keys, 128, generator=generator(keys))
+    parts = reference.values_int8(v, None, torch.bfloat16, None)
+    steps = v / parts["v_scale"]
+    missed = (steps - parts["v"].float()).sum(2).square().mean()
+    assert (parts["v"].abs() <= 127).all() and (steps - parts["v"].float()).abs().max() < 0.7
+    assert missed <= left**2 * (steps - torch.round(steps)).sum(2).square().mean() + 1e-9
+
+
 def test_fp8_values_cannot_saturate():
     """F1: the scale comes from |v|, so a residual is at most 2 amax = 448 scales."""
     v = torch.cat([torch.full((1, 1, 127, 4), -3.0), torch.full((1, 1, 1, 4), 3.0)], 2)

@@ -28,7 +28,8 @@ def test_mean_and_residual_restore_the_value(numerics, step, demean):
     codes, scale, mean, _ = quantize_v(v, recipe, None, None, v.abs().amax(2) / 224)
     error = (restored(codes, scale, mean, 200) - v).abs()
     if numerics == "int8_int8":
-        bound = scale.repeat_interleave(128, 2)[:, :, :200] * 0.501
+        # half a step, and what the tile's other keys missed (I1)
+        bound = scale.repeat_interleave(128, 2)[:, :, :200] * 0.65
     else:
         # half a step of three mantissa bits of the residual, or half of the smallest step
         taken = (mean.float() * scale[:, :, None]).repeat_interleave(128, 2)[:, :, :200] if demean else 0.0
