@@ -53,6 +53,26 @@ def test_another_version_is_another_card(monkeypatch, what):
     assert record_of(*CARD).entry("k") is None
 
 
+def test_what_surrounds_a_card_is_asked_of_each(monkeypatch):
+    asked = {
+        "driver_version": "580.65",
+        "nvrtc_version": "13.0",
+        "_triton": "triton-3.6.0",
+        "source_hash": "a",
+    }
+    for name, answer in asked.items():
+        monkeypatch.setattr(device_record, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    found = dict(device_record.surroundings.__wrapped__())
+    assert list(found.items()) == [
+        ("driver", "580.65"),
+        ("torch", "2.11.0"),
+        ("triton", "triton-3.6.0"),
+        ("nvrtc", "13.0"),
+        ("sources", "a"),
+    ]
+
+
 def test_without_nvrtc_a_card_still_has_a_record(monkeypatch):
     def missing():
         raise CudaBuildError("NVRTC was not found")
@@ -165,6 +185,19 @@ def test_two_processes_try_a_kernel_one_after_the_other(other):
     waiting.join(timeout=30)
     assert seen[0].reason == "by the other process"
     assert not (record_of(*CARD).folder / "k.testing").exists()
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_a_mark_that_its_last_holder_took_away_is_nobodys(cache, made_anew):
+    pytest.importorskip("fcntl")  # an open file cannot be deleted on Windows
+    mark = cache / "k.testing"
+    file = device_record._open_mark(mark, create=True)
+    mark.unlink()
+    if made_anew:
+        mark.write_text("of the next one")
+    with device_record.held(file, mark) as mine:
+        assert not mine
+    assert mark.exists() == made_anew
 
 
 def test_waiting_for_another_process_can_be_cancelled(other):
