@@ -35,6 +35,7 @@ class Numerics:
     v_top: float = 448.0  # e4m3: where the largest value of a group lands
     v_channels: bool = True  # False: all channels share a V scale
     v_scale_of_residual: bool = True  # False: scale from v itself, known before the means are (F1)
+    v_level: bool = False  # s8: what rounding misses sums to little over a group (I1)
     demean: bool = False
     rotate_v: bool = False
     global_scale: bool = True  # nvfp4: one float32 scale a head beside the microscales
@@ -193,6 +194,12 @@ def _scaled_values(residual, measured, numerics):
     group = numerics.v_group or residual.shape[2]
     over = (3,) if numerics.v_channels else (3, 4)
     amax = in_tiles(measured, group).abs().amax(over, keepdim=True)
+    tiles = in_tiles(residual, group)
+    if numerics.v_level:
+        scale = torch.where(amax > 0, amax / formats.INT8_MAX, 1.0)
+        missed = (tiles / scale - torch.round(tiles / scale)).sum(3, keepdim=True)
+        keys = in_tiles(torch.ones_like(residual[:1, :1, :, :1]), group).sum(3, keepdim=True)
+        tiles = tiles + scale * missed / (keys + formats.ROUNDING_PRIOR)
     top = numerics.v_top if numerics.v == "e4m3" else None
-    made = rounded(in_tiles(residual, group), amax, numerics.v, top)
+    made = rounded(tiles, amax, numerics.v, top)
     return made.flatten(2, 3)[:, :, : residual.shape[2]]

@@ -60,7 +60,7 @@ BALANCED_TOKENS = 20_000  # balancing is slow: beyond that on plain structured v
 
 # the same recipes as parameters, so that variants differ from them in one choice
 DENSE_FP8 = Numerics(p="expcast", v="e4m3", v_top=224.0, v_scale_of_residual=False, demean=True)
-DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, demean=True, exact_sum=True, exact_mass=True)
+DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, v_level=True, demean=True, exact_sum=True, exact_mass=True)
 INT8_CODE_MASS = replace(DENSE_INT8, exact_sum=False, exact_mass=False)
 DENSE_NVFP4 = Numerics(
     qk="nvfp4", q_group=WHOLE, k_group=WHOLE, smooth_q=True, rotate_qk=False, p="nvfp4", v="nvfp4",
@@ -106,12 +106,14 @@ def variants():
     """One choice changed at a time, from the grouped recipe."""
     fp8, int8, fp4 = "int8_fp8 + ExpCast", "int8_int8", "nvfp4"
     own_scale = replace(DENSE_FP8, v_scale_of_residual=True, v_top=448.0)
-    by_channel, bare = replace(DENSE_INT8, v_group=WHOLE), replace(INT8_CODE_MASS, demean=False)
+    by_channel = replace(DENSE_INT8, v_group=WHOLE, v_level=False)
+    bare = replace(INT8_CODE_MASS, v_group=WHOLE, v_level=False, demean=False)
     rows = [
         (f"{fp8}, means, Hadamard on V", replace(DENSE_FP8, rotate_v=True), "sequence"),
         (f"{fp8}, V scale from the residual", own_scale, "grouped"),
         (f"{int8}, one V scale per channel", by_channel, "grouped"),
-        (f"{int8}, one V scale per channel, no means", replace(bare, v_group=WHOLE), "sequence"),
+        (f"{int8}, one V scale per channel, no means", bare, "sequence"),
+        (f"{int8}, V rounded each by itself", replace(DENSE_INT8, v_level=False), "grouped"),
         (f"{int8}, QK exact", replace(DENSE_INT8, qk="exact"), "grouped"),
         (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
         (f"{fp4}, Q not smoothed", replace(DENSE_NVFP4, smooth_q=False), "grouped"),

@@ -28,7 +28,7 @@ def test_same_output_and_values_as_the_stages(name):
     dense_out, dense_exact_value_out, values, dense_ordered = dense.outputs(q, k, v, numerics, order)
     assert torch.equal(dense_ordered, ordered)
     # means are kept in other 16-bit formats, and codes may round apart
-    assert relative_l2(values, quantized) < 5e-3
+    assert relative_l2(values, quantized) < (1e-3 if name == "int8_int8" else 5e-3)
     assert relative_l2(dense_exact_value_out, exact_value_out) < 3e-3
     assert relative_l2(dense_out, out) < 5e-3
 
