@@ -110,7 +110,7 @@ DEVICE void attend_rows(const Call& call, u32 shared, Barriers bar, int group) {
     // worked out again, so that no register holds it through the loop
     const Item item = item_of(call, index);
     const int row = item.block * BLOCK_ROWS + group * 64 + warp * 16 + lane / 4;
-    store_rows(call, item, o, l, m, row, lane, SUM_SCALE, call.v_scale + item.head * HEAD_DIM);
+    store_rows(call, item, o, l, m, row, lane, SUM_SCALE, call.v_scale);
   }
 }
 

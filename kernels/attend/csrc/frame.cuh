@@ -1,7 +1,7 @@
-// What the attention kernels of sm_90a share: the call, the shared-memory plan, the loads, the mean restoration, the
-// epilogue. Block: 192 query rows x 1 head; 3 warpgroups multiply (64 rows each), one thread of a fourth loads.
+// What the attention kernels of sm_90a share: the call, the shared-memory plan, the loads, the mean restoration.
+// Block: 192 query rows x 1 head; 3 warpgroups multiply (64 rows each), one thread of a fourth loads.
 #pragma once
-#include "softmax.cuh"
+#include "epilogue.cuh"
 
 constexpr int GROUPS = 3;                // multiplying warpgroups
 constexpr int BLOCK_ROWS = 64 * GROUPS;  // query rows of a block
@@ -172,32 +172,9 @@ DEVICE float total_sum(u32 sums, int lane) {
   return load_shared(sums + MEAN_TILES * 512 + (lane & 1) * 64);
 }
 
-DEVICE void store_pair(const Call& call, i64 at, float x, float y) {
-  if (call.out_type == 0) ((u32*)call.out)[at / 2] = pack_bf16(x, y);
-  if (call.out_type == 1) ((u32*)call.out)[at / 2] = pack_f16(x, y);
-  if (call.out_type == 2) ((float2*)call.out)[at / 2] = make_float2(x, y);
-}
-// out = v_scale * o / l and lse (C6). row: this lane's row g; l, m: of row g in even lanes, g + 8 in odd ones.
-// sum_scale: l in units of the largest probability.
+// out and lse of this warp's rows. row: this lane's row g; m in codes; the rest as in epilogue.cuh
+template <typename Scales>
 DEVICE void store_rows(const Call& call, const Item& item, const float (&o)[64], float l, float m, i64 row, int lane,
-                       float sum_scale, const float* v_scale) {
-  const int batch = item.head / call.heads, head = item.head % call.heads;
-  const bool second = lane & 1;
-  float n0, n1;
-  both_rows(l > 0.f ? 1.f / l : 0.f, second, n0, n1);
-  const i64 at = ((batch * call.rows + row) * call.out_heads + head) * HEAD_DIM + (lane & 3) * 2;
-  const i64 next = (i64)8 * call.out_heads * HEAD_DIM;
-  const bool in0 = row < call.rows, in1 = row + 8 < call.rows;
-#pragma unroll
-  for (int j = 0; j < 16; j++) {
-    float2 s = make_float2(1.f, 1.f);
-    if (v_scale) s = __ldg((const float2*)v_scale + 4 * j + (lane & 3));
-    if (in0) store_pair(call, at + 8 * j, o[4 * j] * n0 * s.x, o[4 * j + 1] * n0 * s.y);
-    if (in1) store_pair(call, at + next + 8 * j, o[4 * j + 2] * n1 * s.x, o[4 * j + 3] * n1 * s.y);
-  }
-  if (call.lse && (lane & 3) < 2 && (second ? in1 : in0)) {
-    const i64 r = item.head * call.rows + row + (second ? 8 : 0);
-    const float shift = call.lse_shift ? call.lse_shift[r] : 0.f;
-    call.lse[r] = l > 0.f ? 0.6931471805599453f * (0.125f * m + log2_fast(l * sum_scale)) + shift : MINUS_INFINITY;
-  }
+                       float sum_scale, Scales v_scale) {
+  store_rows(call, item.head, row, o, l, 0.125f * m, lane, sum_scale, v_scale);
 }

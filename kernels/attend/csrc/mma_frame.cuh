@@ -1,9 +1,9 @@
 // What the attention kernels of sm_80 and newer share: the call, the shared-memory plan, the loads, the product of
-// queries and keys, the mean restoration, the epilogue. Block: 16 query rows a warp x 1 head; every thread loads.
+// queries and keys, the mean restoration. Block: 16 query rows a warp x 1 head; every thread loads.
 // A kernel gives KEY_SCALES of a tile, 4 or 8, VALUE_RECORD, and VALUE_BYTES, the part of that which it loads.
 #pragma once
+#include "epilogue.cuh"
 #include "mma.cuh"
-#include "softmax.cuh"
 
 #ifndef WARPS
 #define WARPS 12
@@ -38,11 +38,11 @@ struct Call {
   const int* key_count;      // [B] or null: all keys
   const float* lse_shift;    // [B H][Lq] or null
   float* lse;                // [B H][Lq] or null
-  void* out;                 // [B][Lq][row_heads][128], the call's first H of them
+  void* out;                 // [B][Lq][out_heads][128], at its first head
   i64 rows, tiles, keys;     // Lq, T, Lk
   i64 q_rows;                // Lq, padded to whole blocks
   int heads, blocks;         // H, blocks of a head
-  int row_heads;             // heads of a row of out
+  int out_heads;             // heads in a row of out: H, or more
   int out_type;              // 0 bf16, 1 fp16, 2 fp32
   float score_scale;         // softmax scale * log2(e), times 8 where the kernel counts in codes
 };
@@ -259,34 +259,11 @@ DEVICE void restore_means(float (&o)[64], Masses& masses, const Block& block, in
   masses.clear();
 }
 
-DEVICE void store_pair(const Call& call, i64 at, float x, float y) {
-  if (call.out_type == 0) ((u32*)call.out)[at / 2] = pack_bf16(x, y);
-  if (call.out_type == 1) ((u32*)call.out)[at / 2] = pack_f16(x, y);
-  if (call.out_type == 2) ((float2*)call.out)[at / 2] = make_float2(x, y);
-}
-// out = v_scale * o / l and lse (C6). l, m: of row g in even lanes, g + 8 in odd ones; m in octaves.
-// sum_scale: l in units of the largest probability. v_scale: [B H][128] or null.
+// out and lse of this warp's rows; the arguments as in epilogue.cuh
+template <typename Scales>
 DEVICE void store_rows(const Call& call, const float (&o)[64], float l, float m, int lane, float sum_scale,
-                       const float* v_scale) {
+                       Scales v_scale) {
   const Place place = place_of(call);
-  const int bh = place.bh, batch = bh / call.heads, head = bh % call.heads;
   const int row = place.block * BLOCK_ROWS + threadIdx.x / 32 * 16 + lane / 4;
-  const bool second = lane & 1;
-  float n0, n1;
-  both_rows(l > 0.f ? 1.f / l : 0.f, second, n0, n1);
-  const i64 at = ((batch * call.rows + row) * call.row_heads + head) * HEAD_DIM + (lane & 3) * 2;
-  const i64 next = (i64)8 * call.row_heads * HEAD_DIM;
-  const bool in0 = row < call.rows, in1 = row + 8 < call.rows;
-#pragma unroll
-  for (int j = 0; j < 16; j++) {
-    float2 s = make_float2(1.f, 1.f);
-    if (v_scale) s = __ldg((const float2*)(v_scale + bh * HEAD_DIM) + 4 * j + (lane & 3));
-    if (in0) store_pair(call, at + 8 * j, o[4 * j] * n0 * s.x, o[4 * j + 1] * n0 * s.y);
-    if (in1) store_pair(call, at + next + 8 * j, o[4 * j + 2] * n1 * s.x, o[4 * j + 3] * n1 * s.y);
-  }
-  if (call.lse && (lane & 3) < 2 && (second ? in1 : in0)) {
-    const i64 r = bh * call.rows + row + (second ? 8 : 0);
-    const float shift = call.lse_shift ? call.lse_shift[r] : 0.f;
-    call.lse[r] = l > 0.f ? 0.6931471805599453f * (m + log2_fast(l * sum_scale)) + shift : MINUS_INFINITY;
-  }
+  store_rows(call, place.bh, row, o, l, m, lane, sum_scale, v_scale);
 }
