@@ -1,5 +1,7 @@
 """q, k and v of the trained sample model's self-attention, at chosen steps and blocks of a sampled clip."""
 
+import contextlib
+
 import torch
 from comfyui_vc_attention.nodes.sample_clip import LATENT_SHAPE, PROMPTS
 from sample_model.model import load_model
@@ -30,14 +32,23 @@ class Watched:
         return self.model(x, timestep, context, **options)
 
 
+class Enough(Exception):
+    """Every wanted call was kept: the rest of the clip is not worth sampling."""
+
+
 class Recorder:
-    """Exact attention that keeps the q, k, v of the wanted steps and of the step before each."""
+    """Exact attention that keeps the q, k, v of the wanted steps and of the step before each.
+
+    Raises Enough at the first step after the last one wanted.
+    """
 
     def __init__(self, wanted_steps):
         self.wanted = {step for s in wanted_steps for step in (s, s - 1)}
         self.calls, self.step, self.branch, self.block = {}, 0, 0, 0
 
     def begin(self, step, branch, steps):
+        if step > max(self.wanted):
+            raise Enough
         self.step, self.branch, self.block = step, branch, 0
 
     def __call__(self, q, k, v):
@@ -56,7 +67,8 @@ def captured_samples(
     """
     model, recorder = load_model(weights, device), Recorder(steps)
     watched = Watched(model, of_steps, recorder)
-    sample_latents(watched, [PROMPTS[6]], seed=seed, steps=of_steps, cfg=cfg, attention=recorder)
+    with contextlib.suppress(Enough):
+        sample_latents(watched, [PROMPTS[6]], seed=seed, steps=of_steps, cfg=cfg, attention=recorder)
     found = []
     for step in steps:
         for block in blocks:

@@ -9,11 +9,14 @@ from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
 from comfyui_vc_attention.kernels.config import Recipe
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
+from tests.evidence.bounds import bound
+
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 KERNELS = ("triton_int8_fp8", "triton_fp8_fp8", "triton_int8_int8")
-BOUNDS = {"triton_int8_fp8": 0.05, "triton_fp8_fp8": 0.06, "triton_int8_int8": 0.02}
+RECIPES = ("int8_fp8 + ExpCast", "fp8_fp8 + ExpCast", "int8_int8")
+BOUNDS = {kernel: bound(f"{name}, means, sequence") for kernel, name in zip(KERNELS, RECIPES, strict=True)}
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 

@@ -9,6 +9,8 @@ from comfyui_vc_attention.kernels.prepare.triton_fp8_fp8 import prepare
 from comfyui_vc_attention.kernels.prepare.triton_layout import reference_layout
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
+from tests.evidence.bounds import bound, row_of
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # on Hopper the scores themselves have 14-bit accumulators
 TOLERANCE = 5e-3 if DEVICE == "cuda" else 3e-4
@@ -18,10 +20,11 @@ TOLERANCE = 5e-3 if DEVICE == "cuda" else 3e-4
 @pytest.mark.parametrize("keys", [1, 65, 300])
 def test_agrees_with_the_reference(keys, expcast):
     q, k, v = sample_qkv("clustered", (1, 2, 70, 128), keys=keys, device=DEVICE)
-    operands = prepare(q, k, v, Recipe("fp8_fp8", expcast), softmax_scale=128**-0.5, want_lse=True)
+    recipe = Recipe("fp8_fp8", expcast)
+    operands = prepare(q, k, v, recipe, softmax_scale=128**-0.5, want_lse=True)
     out, lse = attend(operands)
     expected, expected_lse = reference_attend(reference_layout(operands))
     assert operands.q.dtype == operands.k.dtype == torch.float8_e4m3fn
     assert relative_l2(out, expected) < TOLERANCE
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=5e-3)
-    assert relative_l2(out, exact_attention(q, k, v)[0]) < 0.06
+    assert relative_l2(out, exact_attention(q, k, v)[0]) < bound(row_of(recipe))
