@@ -1,6 +1,7 @@
 """python tests/demo ...: what `python dev.py demo` runs in the virtual environment."""
 
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -18,16 +19,30 @@ def alias(name, folder):
 
 
 def comfyui_python():
-    """The Python that has ComfyUI's requirements: COMFYUI_PYTHON, else ComfyUI's own venv, else this one."""
-    if os.environ.get("COMFYUI_PYTHON"):
-        return os.environ["COMFYUI_PYTHON"]
+    """The Python that has ComfyUI's requirements: COMFYUI_PYTHON, else ComfyUI's own venv, else this one.
+
+    Exits with a sentence where a variable names something that is not there.
+    """
+    path, python = os.environ["COMFYUI_PATH"], os.environ.get("COMFYUI_PYTHON")
+    if not (Path(path) / "comfy" / "cli_args.py").exists():
+        sys.exit(
+            f"COMFYUI_PATH must be the folder of a ComfyUI checkout, got {path!r}, which has no "
+            "comfy/cli_args.py; set it to one, or unset it and the demo runs on diffusers"
+        )
+    if python and shutil.which(python) is None:
+        sys.exit(
+            f"COMFYUI_PYTHON must be a Python program, got {python!r}; set it to the one that runs ComfyUI, "
+            "or unset it"
+        )
+    if python:
+        return python
     for place in (
         "venv/bin/python",
         ".venv/bin/python",
         "venv/Scripts/python.exe",
         ".venv/Scripts/python.exe",
     ):
-        candidate = Path(os.environ["COMFYUI_PATH"]) / place
+        candidate = Path(path) / place
         if candidate.exists():
             return str(candidate)
     return sys.executable

@@ -27,7 +27,9 @@ class ComfyUIHost:
         if not asyncio.run(comfy_nodes.load_custom_node(str(pack_root))):
             raise RuntimeError("ComfyUI could not load the pack; its log above says why")
         self.comfy_nodes = comfy_nodes
-        self.forward_key = sys.modules[pack_module_name(pack_root) + ".nodes.sampling_hooks"].FORWARD
+        pack = pack_module_name(pack_root)
+        self.forward_key = sys.modules[f"{pack}.nodes.sampling_hooks"].FORWARD
+        self.kernels = sys.modules[f"{pack}.kernels"]
 
     def node(self, name, **inputs):
         """What a node returns for its inputs."""

@@ -24,6 +24,18 @@ def make_host():
     return DiffusersHost(WEIGHTS), DESCRIPTION
 
 
+def require(kernels, name: str) -> None:
+    """Exit with a sentence if a kernel cannot run here. kernels: the pack's module."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    try:
+        choice = kernels.choose_kernel(kernels.AttentionProblem.of(probe, probe, probe), name)
+    except ValueError as error:
+        raise SystemExit(f"--kernel: {error}") from None
+    if choice.kernel is None:
+        raise SystemExit(f"{choice.reason}; --kernel chooses another")
+
+
 def table(default: Run, low_bit: Run, kernel: str) -> str:
     """The result, for people."""
     declined = ", ".join(low_bit.declined)
@@ -70,6 +82,7 @@ def main(options) -> int:
     if not WEIGHTS.exists():
         raise SystemExit(f"the sample model's weights are missing: {WEIGHTS}")
     host, description = make_host()
+    require(host.kernels, kernel)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     print(f"host    {description}\ndevice  {device}, torch {torch.__version__}")
     print(

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import torch
+from comfyui_vc_attention import kernels
 from comfyui_vc_attention.kernels.adapters import diffusers_wan
 from comfyui_vc_attention.kernels.prepare.reference import apply_rope
 from comfyui_vc_attention.nodes.sample_clip import LATENT_SHAPE, decode_latent, prompt_embedding
@@ -16,6 +17,8 @@ SHIFT = 8.0  # ComfyUI's default for Wan 2.1
 
 class DiffusersHost:
     """Samples the checkpoint at weights_path on the GPU, or on the CPU where there is none."""
+
+    kernels = kernels
 
     def __init__(self, weights_path):
         from diffusers import FlowMatchEulerDiscreteScheduler

@@ -9,20 +9,16 @@ import pytest
 from PIL import Image
 
 
+def start_demo(pack_root, tmp_path, *arguments, **environment):
+    command = [sys.executable, pack_root / "tests" / "demo", *arguments]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COMFYUI_P")}
+    return subprocess.run(command, env={**kept, **environment}, cwd=tmp_path, capture_output=True, text=True)
+
+
 def run_demo(pack_root, tmp_path, **environment):
     out = tmp_path / "clip.webp"
-    command = [
-        sys.executable,
-        pack_root / "tests" / "demo",
-        "--steps",
-        "2",
-        "--kernel",
-        "reference",
-        "--out",
-        out,
-    ]
-    kept = {name: value for name, value in os.environ.items() if name != "COMFYUI_PATH"}
-    done = subprocess.run(command, env={**kept, **environment}, cwd=tmp_path, capture_output=True, text=True)
+    arguments = ("--steps", "2", "--kernel", "reference", "--out", out)
+    done = start_demo(pack_root, tmp_path, *arguments, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, out
 
@@ -44,5 +40,22 @@ def test_on_diffusers(pack_root, tmp_path):
 
 
 @pytest.mark.comfyui
-def test_on_comfyui(pack_root, tmp_path, comfyui_path):
-    check(*run_demo(pack_root, tmp_path, COMFYUI_PATH=str(comfyui_path)))
+def test_on_comfyui(pack_root, tmp_path, comfyui_path, comfyui_python):
+    paths = {"COMFYUI_PATH": str(comfyui_path), "COMFYUI_PYTHON": comfyui_python}
+    check(*run_demo(pack_root, tmp_path, **paths))
+
+
+@pytest.mark.parametrize(
+    "arguments, paths, reason",
+    [
+        (["--steps", "0"], {}, "--steps: must be 1 or more, got 0"),
+        ([], {"COMFYUI_PATH": "."}, "COMFYUI_PATH must be the folder of a ComfyUI checkout, got '.'"),
+        ([], {"COMFYUI_PATH": "host", "COMFYUI_PYTHON": "no_python"}, "got 'no_python'; set it to"),
+        (["--kernel", "fastest"], {}, "unknown kernel 'fastest'; choose auto"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(pack_root, tmp_path, arguments, paths, reason):
+    (tmp_path / "host" / "comfy").mkdir(parents=True)
+    (tmp_path / "host" / "comfy" / "cli_args.py").touch()
+    done = start_demo(pack_root, tmp_path, *arguments, **paths)
+    assert done.returncode and reason in done.stderr and "Traceback" not in done.stderr
