@@ -1,4 +1,4 @@
-"""python tests/evidence [fidelity|clips|length|speed|larger|calibrate|draw]: measure, write tables and plots.
+"""python tests/evidence [fidelity|clips|length|speed|larger|calibrate|draw|readme]: measure, write, draw.
 
 Without a stage: fidelity, clips, length and speed, one after the other. What a machine cannot run (no GPU, a
 package that is not installed) is named in the tables. Results go to tests/evidence/results/<card>/.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("fidelity", "clips", "length", "speed")
-TOOLS = ("larger", "calibrate", "draw")
+TOOLS = ("larger", "calibrate", "draw", "readme")
 
 
 def load_packages():

@@ -1,6 +1,7 @@
 """Results as Markdown and JSON, with what they were measured on in the header."""
 
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
@@ -85,6 +86,7 @@ def environment(commit: str | None = None) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
     changed = said("git", "status", "--porcelain", "--", ".", "../../kernels") != "unknown"
+    facts["date"] = datetime.date.today().isoformat()
     facts["commit"] = commit or said("git", "rev-parse", "--short", "HEAD") + (
         " and changes" if changed else ""
     )

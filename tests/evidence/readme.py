@@ -1,0 +1,79 @@
+"""Tool "readme": the lines of the README that quote results/h200, as they follow from its tables."""
+
+from .bounds import results
+
+TOKENS, HEADS = (32_768, 75_600), 40
+ROWS = {
+    "cuda_int8_fp8_sm90": "`cuda_int8_fp8_sm90` (`auto`)",
+    "cuda_int8_int8_sm90": "`cuda_int8_int8_sm90` (`expcast off`)",
+    "triton_int8_fp8": "`triton_int8_fp8`",
+    "comfy-kitchen INT8": "comfy-kitchen {comfy-kitchen} INT8, for comparison",
+}
+# of ours a grouped step, whose kernel does more; a peer has its call alone
+OURS = ("kernel grouped over cuDNN", "in turns over cuDNN", "call grouped over cuDNN", "relative L2")
+PEERS = (None, "in turns over cuDNN", "call over cuDNN", "relative L2")
+
+
+def table(stage, title):
+    """Rows of the first table whose title begins so, as dicts."""
+    found = next(each for each in results(stage)["tables"] if each["title"].startswith(title))
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def quoted(column, values):
+    """A cell: the numbers of both lengths."""
+    if values[0] is None:
+        return "–"
+    return " / ".join(f"{value:.3f}" if column == "relative L2" else f"{value:.2f}x" for value in values)
+
+
+def speed_lines():
+    facts = results("speed")["measured_on"]
+    size = " / ".join(f"{tokens:,}" for tokens in TOKENS)
+    where = f"{facts['card']}, {facts['date']}, {facts['commit']}; {size} tokens"
+    lines = [f"| {where} | kernel, over cuDNN | taking turns | with its preparation | relative L2 |"]
+    rows = {(row["kernel"], row["tokens"], row["heads"]): row for row in table("speed", "Speed over length")}
+    for name, shown in ROWS.items():
+        both = [rows[name, tokens, HEADS] for tokens in TOKENS]
+        columns = OURS if both[0][OURS[0]] is not None else PEERS
+        cells = [quoted(column, [row.get(column) for row in both]) for column in columns]
+        lines.append(f"| {shown.format(**facts)} | {' | '.join(cells)} |")
+    return lines
+
+
+def shape_sentences():
+    """Speed at the paper's shapes, and what an order costs."""
+    rows = [row for row in table("speed", "The paper's shapes") if row["kernel"] == "cuda_int8_fp8_sm90"]
+    made = [row for row in rows if "N(0, 1)" in row["tensors"]]
+    captured = next(row for row in rows if row["tensors"].endswith("captured"))
+    sizes = listed(f"{row['tokens']:,} x {row['heads']}" for row in made)
+    speeds = listed(f"{row['kernel grouped over cuDNN']:.2f}" for row in made)
+    shares = {
+        row["what"]: row["share"]
+        for row in table("speed", "Order time")
+        if row["clusters"] == 128 and row["Lloyd steps"] == "as shipped"
+    }
+    return [
+        f"At the paper's shapes, {sizes} (tokens x heads), the kernel of `auto` is {speeds} times as fast as "
+        f"cuDNN, on captured tensors {captured['kernel grouped over cuDNN']:.2f} "
+        f"({captured['tokens']:,} x {captured['heads']}).",
+        f"Making an order takes {shares['k-means']:.1%} of its time at 75,600 tokens, a warm one "
+        f"{shares['k-means, warm']:.1%}.",
+    ]
+
+
+def listed(words):
+    *most, last = words
+    return f"{', '.join(most)} and {last}"
+
+
+def longest_sentence():
+    sizes = {(row["heads"], row["keys"]) for row in table("length", "Length")}
+    most = max(heads for heads, _ in sizes)
+    few, many = max(sizes, key=lambda size: size[1]), max(size for size in sizes if size[0] == most)
+    return f"to {few[1]:,} keys ({few[0]} heads) and {many[1]:,} tokens ({many[0]} heads)"
+
+
+def run(device, out=None, weights=None):
+    """Print them all."""
+    print("\n".join([*speed_lines(), *shape_sentences(), longest_sentence()]))
