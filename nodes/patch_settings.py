@@ -17,6 +17,7 @@ class PatchSettings:
 
     config: VCConfig
     kernel: str = "auto"
+    # the paper's (3.4); beside other windows and reuse: tests/evidence, "Where grouping sits (Table 3)"
     grouping_window: float = 0.25
     regroup_every: int = 4
     start_percent: float = 0.0

@@ -4,8 +4,10 @@ import torch
 
 from ..operands import TokenGrouping
 
-COLD_ITERATIONS = 10  # Lloyd steps from evenly spaced seeds (chosen: the energy removed has settled)
-WARM_ITERATIONS = 2  # Lloyd steps from the centroids of an earlier denoising step (chosen)
+# What fast versions are measured against: the energy removed has settled at 4 and at 1 (tests/evidence,
+# "Clusters and Lloyd steps": 0.372 of 0.372 and 0.371 of 0.371)
+COLD_ITERATIONS = 10  # Lloyd steps from evenly spaced seeds
+WARM_ITERATIONS = 2  # Lloyd steps from the centroids of an earlier denoising step
 
 
 def group_tokens(v, clusters, previous=None, key_mask=None, *, iterations=None) -> TokenGrouping:
