@@ -9,7 +9,8 @@ EXPCAST_CHOICES = ("auto", "on", "off")
 VALUE_FORMATS = ("auto", "fp8", "int8")
 MAX_CLUSTERS = 256  # one-byte labels
 
-# Cards whose exponential is slower than their tensor cores (paper 3.1): there ExpCast wins.
+# Cards whose exponential is slower than their tensor cores (paper 3.1): there ExpCast wins time, and costs
+# error (tests/evidence/README.md, "What the H200 tables decided"); elsewhere int8_int8 has the smallest error.
 EXPCAST_CARDS = ((9, 0), (10, 0), (10, 3))
 
 
@@ -20,7 +21,8 @@ class VCConfig:
     precision: "8-bit" or "4-bit" (NVFP4).
     expcast: write probabilities by Eq. 7 ("on"), by exp2 and a cast ("off"), or as suits the card ("auto").
     value_format: "fp8" (E4M3), "int8", or as suits the card ("auto").
-    clusters: value groups per head, 1 to 256; few keys get fewer (clusters_for).
+    clusters: value groups per head, 1 to 256; few keys get fewer (clusters_for). 128 remove the most energy
+        (tests/evidence, "Clusters and Lloyd steps"), as in the paper.
     demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6).
     rotate_qk: Hadamard rotation of q and k; None means on at 8 bits and off at 4 bits.
     smooth_k: subtract the key channel mean, which the softmax does not see; at 4 bits also quantize queries
