@@ -10,7 +10,7 @@ VALUE_FORMATS = ("auto", "fp8", "int8")
 MAX_CLUSTERS = 256  # one-byte labels
 
 # Cards whose exponential is slower than their tensor cores (paper 3.1): there ExpCast wins time, and costs
-# error (tests/evidence/README.md, "What the H200 tables decided"); elsewhere int8_int8 has the smallest error.
+# error (tests/evidence/README.md, "What the H200 tables decided"); elsewhere int8_int8 has the least error.
 EXPCAST_CARDS = ((9, 0), (10, 0), (10, 3))
 
 
