@@ -9,7 +9,7 @@ from comfyui_vc_attention.kernels.operands import AttentionProblem, TokenGroupin
 from comfyui_vc_attention.kernels.registry import KERNELS, kernel_named, load_grouping
 from comfyui_vc_attention.nodes.likeness import psnr, ssim
 from comfyui_vc_attention.nodes.sample_clip import PROMPTS, decode_latent
-from comfyui_vc_attention.nodes.step_schedule import regroup_due
+from comfyui_vc_attention.nodes.step_schedule import EDGE, regroup_due
 from sample_model.classify import count_right
 from sample_model.model import load_model
 from sample_model.sample import WEIGHTS, sample_latents
@@ -24,6 +24,7 @@ from .methods import (
     DENSE_FP8,
     DENSE_INT8,
     FP8,
+    INT8,
     INT8_CODE_MASS,
     KITCHEN,
     NAIVE_BLOCK,
@@ -110,6 +111,23 @@ class ScheduledAttention:
         clusters = self.clusters or VCConfig().clusters_for(v.shape[2])
         made = load_grouping(v, clusters)(v, clusters, before)
         return made.order, made.centroids
+
+
+class HybridAttention:
+    """4 bits in the middle of the denoising, 8 at its ends: what the node makes of precision 4-bit."""
+
+    orderings = 0
+
+    def __init__(self, middle, ends):
+        self.middle, self.ends, self.now = middle, ends, ends
+
+    def begin(self, step, branch, steps):
+        self.now = self.middle if EDGE <= step / steps < 1 - EDGE else self.ends
+        for each in (self.middle, self.ends):
+            each.begin(step, branch, steps)
+
+    def __call__(self, q, k, v):
+        return self.now(q, k, v)
 
 
 class EveryStep:
@@ -225,6 +243,9 @@ def main_rows(device):
         into[f"{name}, no means"] = ("ours", ScheduledAttention(recipe, Policy("none"), kernel))
     rotated = replace(NVFP4, rotate_qk=True)
     slow["nvfp4, window of a quarter, Q and K rotated"] = ("ours", ScheduledAttention(rotated))
+    ends = ScheduledAttention(INT8, None, kernel_for(INT8, device))
+    hybrid = HybridAttention(ScheduledAttention(NVFP4), ends)
+    slow["nvfp4, int8_int8 in the first and last fifth"] = ("ours", hybrid)
     for spec in fast_kernels(device):
         recipe = RECIPES.get(f"{spec.numerics[0]} + ExpCast") or RECIPES[spec.numerics[0]]
         attention = ScheduledAttention(recipe, None, spec.name)

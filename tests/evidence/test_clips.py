@@ -53,6 +53,19 @@ def test_window_groups_and_demeans_and_then_runs_plain():
     assert not attention.groupings  # another run starts anew
 
 
+def test_4_bits_are_for_the_middle():
+    class Named(clips.EveryStep):
+        def __call__(self, *qkv):
+            return self
+
+    middle, ends = Named(), Named()
+    attention, ran = clips.HybridAttention(middle, ends), []
+    for step in range(20):
+        attention.begin(step, 0, 20)
+        ran.append(attention(None, None, None) is middle)
+    assert ran == [4 <= step < 16 for step in range(20)]
+
+
 def test_reuse_counts_steps():
     assert [play(Policy("all", reuse=n))[0].orderings for n in (1, 2, 4, 8)] == [8, 4, 2, 1]
 
