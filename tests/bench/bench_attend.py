@@ -33,7 +33,7 @@ from conditions import by_parts, markdown_conditions, rising, rope_price, whole_
 from kinds import PEER, bench_peer, errors_by_kind, markdown_kinds, peer
 from timing import alone_ms, environment, interleaved_ms, kernels_ms, peak_extra_bytes
 
-from tests.evidence.bounds import bound
+from tests.evidence.bounds import HARD, MARGIN, bound
 
 MEANS, PLAIN = "means, order", "plain"
 RECIPES = {"int8_fp8": "int8_fp8 + ExpCast", "fp8_fp8": "fp8_fp8 + ExpCast", "int8_int8": "int8_int8"}
@@ -56,14 +56,13 @@ def cudnn(q, k, v):
         return scaled_dot_product_attention(q, k, v)
 
 
-def check_error(kernel, out, q, k, v):
+def check_error(kernel, out, q, k, v, margin=MARGIN):
     """Relative L2 of some rows of one head; raises if it is past the bound of tests/evidence."""
     rows = q[:, :1, :CHECKED_ROWS].float()
     exact = scaled_dot_product_attention(rows, k[:, :1].float(), v[:, :1].float())
     error = relative_l2(out[:, :1, :CHECKED_ROWS], exact)
-    largest = bound(
-        next(row for numerics, row in RECIPES.items() if numerics in kernel) + ", means, sequence"
-    )
+    recipe = next(row for numerics, row in RECIPES.items() if numerics in kernel)
+    largest = bound(f"{recipe}, means, sequence", margin=margin)
     if not error < largest:
         raise AssertionError(f"{kernel}: relative L2 must be under {largest:.4f}, got {error}")
     return error
@@ -172,7 +171,8 @@ def bench_rising(kernel, q, k, v, bases):
     cudnn_ms, found = alone_ms(lambda: cudnn(q, k, v)), {}
     for base, config in zip(bases, (VCConfig(), VCConfig(demean=False)), strict=True):
         prepared = prepare_call(q, k, v, config, kernel=kernel)
-        error = check_error(kernel, attend_call(prepared)[0], q, k, v)
+        # scores spread further: the reference has 1.35 times its usual error in int8_int8
+        error = check_error(kernel, attend_call(prepared)[0], q, k, v, HARD)
         ms = alone_ms(lambda prepared=prepared: attend_call(prepared))
         found[f"row maxima rising, {base['what']}"] = (
             f"{ms:.1f} ms, {ms / base['kernel_ms'] - 1:+.1%}, {cudnn_ms / ms:.2f} over cuDNN, "

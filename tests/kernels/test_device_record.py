@@ -200,10 +200,11 @@ def test_a_mark_that_its_last_holder_took_away_is_nobodys(cache, made_anew):
     assert mark.exists() == made_anew
 
 
-def test_waiting_for_another_process_can_be_cancelled(other):
+def test_waiting_for_another_process_can_be_cancelled(other, monkeypatch):
     def cancel():
         raise KeyError
 
+    monkeypatch.setattr(device_record.time, "sleep", lambda seconds: pytest.fail("nobody was asked"))
     with pytest.raises(KeyError), record_of(*CARD).trying("k", cancel):
         pass
     assert (record_of(*CARD).folder / "k.testing").exists()
