@@ -24,7 +24,7 @@ class VCConfig:
     clusters: value groups per head, 1 to 256; few keys get fewer (clusters_for). 128 remove the most energy
         (tests/evidence, "Clusters and Lloyd steps"), as in the paper.
     demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6).
-    rotate_qk: Hadamard rotation of q and k; None means on at 8 bits and off at 4 bits.
+    rotate_qk: Hadamard rotation of q and k; None means on.
     smooth_k: subtract the key channel mean, which the softmax does not see; at 4 bits also quantize queries
         without the mean of their block of 128 rows, whose scores are added exactly (N3).
     """
@@ -117,7 +117,7 @@ def resolve_recipe(
         for name in numerics:
             if name.rpartition("_")[2] != value_format:
                 continue
-            rotate = config.rotate_qk if config.rotate_qk is not None else name != "nvfp4"
+            rotate = config.rotate_qk is not False
             expcast = value_format == "fp8" and (
                 config.expcast == "on" or (config.expcast == "auto" and fast_card)
             )

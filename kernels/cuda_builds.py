@@ -129,8 +129,7 @@ def nvfp4_builds(arch: str, twin: int, everything: bool):
         inputs += [("Bf16", 1, 0), ("float", 1, 1)]
     for value_type, rope, wide in inputs:
         switches = {"USE_TWIN": twin, "INPUT": value_type, "USE_ROPE": rope, "USE_WIDE": wide}
-        shared = 128 * 128 * (4 if value_type == "float" else 2)
-        yield CudaBuild(cuda_nvfp4.SOURCE, arch, defines(switches), 512, shared, row)
+        yield CudaBuild(cuda_nvfp4.SOURCE, arch, defines(switches), 512, cuda_nvfp4.SHAPE_BYTES, row)
 
 
 def hopper_attend(source: Path, switches: dict, row: str) -> CudaBuild:

@@ -16,8 +16,11 @@ HEAD_DIM = 128
 BLOCK_ROWS = 128  # query rows of a block of the attention kernel; smoothed, they share a mean
 TILE_RECORD = 8192 + 1024  # codes of a tile, then their scales
 CHUNK = 1024  # keys of one partial sum
+SHAPING = (HEAD_DIM, HEAD_DIM), (HEAD_DIM,), (HEAD_DIM, HEAD_DIM)
+FEEDBACK_BYTES = 4 * HEAD_DIM * HEAD_DIM  # of a head; in a block's memory while it writes codes
+SHAPE_BYTES = 4 * HEAD_DIM * (HEAD_DIM + 1)
 NATIVE = ((12, 0), (12, 1))  # cards with the instructions
-JOB = "PqqqPqqqPqqq PPqi PPPPPPPPPPPPP qq iiii IIII f iii"  # struct Job
+JOB = "PqqqPqqqPqqq PPqi PPPPPPPPPPPPPPPP qq iiii IIII f iii"  # struct Job
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,22 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     order = None if order is None else order.contiguous()
     partial, k_mean = empty(chunks, HEAD_DIM), empty(HEAD_DIM)
     amax = torch.zeros(3, batch, heads, device=device)
+    # of N6: second moments, balance, feedback, each of q and k
+    tables = [torch.empty(2, batch, heads, *shape, device=device) for shape in SHAPING]
+    q_means = empty(blocks, HEAD_DIM) if recipe.smooth_q else None
     rope_fields, rope_tables = _rope_fields(rope)
     inputs = [*_rows(q.peek()), *_rows(k.peek()), *_rows(v.peek())]
     passes = _Passes(q.peek(), k.peek(), v.peek(), rope is not None)
 
-    def job(made_q=(None, None), made_k=None, made_v=None, means=None, lse_shift=None, smooth=(None, None)):
+    def job(made_q=(None, None), made_k=None, made_v=None, means=None, lse_shift=None, k_centred=None):
         return pack(
             JOB.replace(" ", ""),
             *inputs,
             *rope_fields,
             order, key_count,
             partial, k_mean, amax,
-            *made_q, made_k, made_v, means, lse_shift, *smooth,
+            *made_q, made_k, made_v, means, lse_shift, q_means, k_centred,
+            *tables,
             queries, keys,
             heads, tiles, blocks, chunks,
             *_sign_words(),
@@ -78,25 +85,21 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         )  # fmt: skip
 
     # each input is given up as soon as it was read, before there is memory for the next one's codes
-    if recipe.smooth_k:
-        passes.key_mean(job(), chunks)
+    passes.statistics(job(), recipe, chunks, blocks, tables)
+    codes_shared = 0, FEEDBACK_BYTES
     made_k = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     k_centred = empty(tiles * formats.TILE, HEAD_DIM, dtype=torch.bfloat16) if recipe.smooth_q else None
-    passes.codes(passes.of_k, "codes_k", tiles, 512, job(made_k=made_k, smooth=(None, k_centred)))
+    passes.codes(passes.of_k, "codes_k", tiles, 512, job(made_k=made_k, k_centred=k_centred), codes_shared)
     k.take()
     made_q = empty(blocks * 8, 32, 8, dtype=torch.int32), empty(blocks * 8, 32, dtype=torch.int32)
-    q_means = empty(blocks, HEAD_DIM) if recipe.smooth_q else None
     lse_shift = empty(queries) if want_lse else None
-    job_q = job(made_q=made_q, lse_shift=lse_shift, smooth=(q_means, None))
-    if recipe.smooth_q:
-        passes.of_q.launch("mean_q", (blocks, batch * heads), 512, job_q)
-    passes.codes(passes.of_q, "codes_q", blocks, 512, job_q)
+    passes.codes(passes.of_q, "codes_q", blocks, 512, job(made_q=made_q, lse_shift=lse_shift), codes_shared)
     q.take()
     made_v = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     mean_dtype = torch.float16 if v_dtype == torch.float16 else torch.bfloat16
     means = empty(tiles, HEAD_DIM, dtype=mean_dtype) if recipe.demean else None
     tile_bytes = formats.TILE * HEAD_DIM * v_dtype.itemsize
-    passes.codes(passes.of_v, "codes_v", tiles, 256, job(made_v=made_v, means=means), tile_bytes)
+    passes.codes(passes.of_v, "codes_v", tiles, 256, job(made_v=made_v, means=means), (tile_bytes,) * 2)
     v.take()
     del rope_tables  # kept until the kernels that read them were launched
     return Nvfp4Operands(
@@ -112,14 +115,22 @@ class _Passes:
         self.all_heads = q.shape[0] * q.shape[1]
         self.of_q, self.of_k, self.of_v = (load(x.dtype, q.device, rope, _is_wide(x)) for x in (q, k, v))
 
-    def key_mean(self, job, chunks):
-        self.of_k.launch("sum_k", (chunks, self.all_heads), 256, job)
-        self.of_k.launch("mean_k", (self.all_heads,), HEAD_DIM, job)
+    def statistics(self, job, recipe, chunks, blocks, tables):
+        """Means of k and of q's blocks, then second moments of what is left and what follows (N6): tables."""
+        if recipe.smooth_k:
+            self.of_k.launch("sum_k", (chunks, self.all_heads), 256, job)
+            self.of_k.launch("mean_k", (self.all_heads,), HEAD_DIM, job)
+        if recipe.smooth_q:
+            self.of_q.launch("mean_q", (blocks, self.all_heads), 512, job)
+        for number, module in enumerate((self.of_q, self.of_k)):
+            module.launch("moments", (HEAD_DIM // 32, self.all_heads), 256, job, pack("i", number))
+        self.of_k.launch("shape", (self.all_heads, 2), 512, job, shared=SHAPE_BYTES)
 
-    def codes(self, module, kernel, blocks, threads, job, shared=0):
-        """The largest magnitude of each head, then its codes. shared: bytes of a tile of values as it is."""
+    def codes(self, module, kernel, blocks, threads, job, shared):
+        """The largest magnitude of each head, then its codes. shared: a block's memory for each."""
         for number in range(2):
-            module.launch(kernel, (blocks, self.all_heads), threads, job, pack("i", number), shared=shared)
+            sizes = {"shared": shared[number]}
+            module.launch(kernel, (blocks, self.all_heads), threads, job, pack("i", number), **sizes)
 
 
 def arch_of(capability: tuple[int, int]) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""From floating-point q, k, v to quantized operands, one small function per step (C1 to C5, I1, F1, N2).
+"""From floating-point q, k, v to quantized operands, one small function per step (C1 to C5, I1, F1, N2, N6).
 
 Works in float32, or in float64 when the inputs are float64. Keys whose index is at or past key_count
 do not exist: they are zero in every code, scale and mean that comes out.
@@ -10,6 +10,7 @@ from .. import formats
 from ..config import Recipe
 from ..formats import K_GROUP, MICRO, TILE
 from ..operands import VCOperands, boxed
+from . import nvfp4_shaping
 
 
 def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scale, rope=None, want_lse=False):
@@ -37,10 +38,15 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     if recipe.smooth_q:
         q_means, k_centred = tile_means(q), k
         q = residuals(q, q_means)
+    feedback = ()
+    if recipe.numerics == "nvfp4":
+        rotation = formats.hadamard_matrix(q.shape[-1], work, q.device) if recipe.rotate_qk else None
+        (for_q, for_k), feedback = nvfp4_shaping.shaping(q, k, rotation, key_count)
+        q, k = q * for_q, k * for_k
     if recipe.rotate_qk:
         q, k = rotate(q), rotate(k)
     means = tile_means(v, key_count) if recipe.demean else None
-    scaled = _PREPARE[recipe.numerics](q, k, v, means, mean_dtype, key_count)
+    scaled = _PREPARE[recipe.numerics](q, k, v, means, mean_dtype, key_count, *feedback)
     for box in boxes:
         box.take()
     return VCOperands(
@@ -125,7 +131,8 @@ def residuals(v, means, key_count=None):
 
 
 def _scale(amax, top):
-    return torch.where(amax > 0, amax / top, 1.0).to(amax.dtype)
+    """amax / top, 1 for zeros, NaN for what is not finite (C7)."""
+    return torch.where(amax == 0, 1.0, amax / top + 0.0 * amax).to(amax.dtype)
 
 
 def quantize_qk(x, group, top, cast):
@@ -193,13 +200,25 @@ def _nvfp4_global(x):
     return _scale(x.abs().amax((2, 3)), formats.NVFP4_MAX)
 
 
-def _prepare_nvfp4(q, k, v, means, mean_dtype, key_count):
+def values_nvfp4(v, means, mean_dtype, key_count):
+    """N2 for the residual, and N4: the mean that is stored makes up for the mean error of a tile's codes."""
     stored = None if means is None else means.to(mean_dtype)
     residual = residuals(v, None if means is None else stored.to(v.dtype), key_count)
-    g_q, g_k, g_v = _nvfp4_global(q), _nvfp4_global(k), _nvfp4_global(residual)
-    q_codes, q_sigma = microscaled(q, g_q[..., None])
-    k_codes, k_sigma = microscaled(k, g_k[..., None])
-    v_codes, v_sigma = microscaled(in_tiles(residual).transpose(-1, -2), g_v[..., None, None])
+    g = _nvfp4_global(residual)
+    tiles = in_tiles(residual).transpose(-1, -2)
+    codes, sigma = microscaled(tiles, g[..., None, None])
+    if means is not None:
+        made = formats.from_e2m1(codes, v.dtype).unflatten(-1, (-1, MICRO)) * sigma.to(v.dtype)[..., None]
+        left = (tiles - made.flatten(-2) * g[..., None, None, None]).transpose(-1, -2).flatten(2, 3)
+        stored = (stored.to(v.dtype) + tile_means(left[:, :, : v.shape[2]], key_count)).to(mean_dtype)
+    return codes, sigma, g, stored
+
+
+def _prepare_nvfp4(q, k, v, means, mean_dtype, key_count, q_feedback, k_feedback):
+    g_q, g_k = _nvfp4_global(q), _nvfp4_global(k)
+    q_codes, q_sigma = nvfp4_shaping.microscaled_with_feedback(q, g_q[..., None], q_feedback, microscaled)
+    k_codes, k_sigma = nvfp4_shaping.microscaled_with_feedback(k, g_k[..., None], k_feedback, microscaled)
+    v_codes, v_sigma, g_v, stored = values_nvfp4(v, means, mean_dtype, key_count)
     return {
         "q": formats.pack_nibbles(q_codes),
         "q_scale": q_sigma,

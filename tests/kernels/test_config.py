@@ -44,8 +44,8 @@ def test_a_kernel_chosen_by_name_does_not_override_an_explicit_choice():
 
 def test_4_bit_does_not_rotate_unless_asked():
     recipe = resolve_recipe(VCConfig("4-bit"), ALL, OTHER, False)
-    assert recipe == Recipe("nvfp4", rotate_qk=False, smooth_q=True)
-    assert resolve_recipe(VCConfig("4-bit", rotate_qk=True), ALL, OTHER, False).rotate_qk
+    assert recipe == Recipe("nvfp4", smooth_q=True)
+    assert not resolve_recipe(VCConfig("4-bit", rotate_qk=False), ALL, OTHER, False).rotate_qk
     assert not resolve_recipe(VCConfig(rotate_qk=False), ALL, OTHER, False).rotate_qk
 
 

@@ -17,7 +17,8 @@ from comfyui_vc_attention.kernels.testing import sample_qkv
 CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 KB_OF_SHARED = {(8, 0): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # of a block; 99 elsewhere
 STACK_BYTES = {"assign": 64}  # spilled registers, outside of loops; of the others at most 32
-DYNAMIC = ("assign", "codes_v", "attend_e4m3", "attend_u8s8", "attend_nvfp4")  # with the build's memory
+# with the build's memory
+DYNAMIC = ("assign", "codes_v", "shape", "attend_e4m3", "attend_u8s8", "attend_nvfp4")
 FULL_BLOCKS = ("attend_e4m3", "attend_u8s8", "attend_nvfp4", "codes_v")  # launched with the build's threads
 NVRTCS = {f"{path.name}": path for path in reversed(cuda_build.nvrtc_paths()) if ".alt." not in path.name}
 

@@ -90,7 +90,7 @@ def test_4_bit_on_consumer_blackwell(monkeypatch, capability):
     problem = replace(H100, config=VCConfig("4-bit"), capability=capability)
     choice = choose_kernel(problem)
     assert choice.kernel.name == "cuda_nvfp4_sm120"
-    assert choice.recipe == Recipe("nvfp4", rotate_qk=False, smooth_q=True)
+    assert choice.recipe == Recipe("nvfp4", smooth_q=True)
     eight = choose_kernel(replace(problem, config=VCConfig()), "cuda_nvfp4_sm120")
     assert eight.kernel is None and "computes nvfp4, asked for 8-bit" in eight.reason
     small = replace(problem, q_shape=(1, 2, 256, 64), k_shape=(1, 2, 256, 64))

@@ -64,6 +64,16 @@ DEVICE u32 pack_e2m1(const float (&x)[8]) {
   return d;
 }
 
+// One number's code
+DEVICE u32 e2m1_of(float x) {
+#if USE_TWIN
+  return e2m1_code(x);
+#else
+  u32 d;
+  asm("{.reg .b8 a;\n cvt.rn.satfinite.e2m1x2.f32 a,%1,%1; mov.b32 %0,{a,a,a,a};}" : "=r"(d) : "f"(x));
+  return d & 15;
+#endif
+}
 // Twice the value of the lowest code
 DEVICE int e2m1_doubled(u32 code) {
   const int magnitude = (int)(0x0C08060403020100ull >> 8 * (code & 7)) & 15;

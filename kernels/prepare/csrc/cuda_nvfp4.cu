@@ -1,4 +1,4 @@
-// prepare() for NVFP4 (NUMERICS.md N1 to N5): q, k and v to the fragments that attend/csrc/cuda_nvfp4_sm120.cu loads.
+// prepare() for NVFP4 (NUMERICS.md N1 to N6): q, k and v to the fragments that attend/csrc/cuda_nvfp4_sm120.cu loads.
 // Host side: ../cuda_nvfp4.py. Must match ../reference.py.
 // Switches: USE_TWIN (nvfp4.cuh), INPUT (Bf16, Fp16 or float), USE_ROPE, USE_WIDE (16-byte rows).
 //
@@ -7,11 +7,9 @@
 // is column n of octant j of the V record, its contraction runs over the keys in tile order.
 // Absent keys of a last tile have code and scale 0; tiles without keys are not written, and nobody reads them.
 // Two passes, because the factor g of a head needs its largest magnitude first: pass 0 finds it, pass 1 writes codes.
-// Bound by: memory traffic; two reads of each operand, one more of k for its mean.
+// Bound by: q and k by the sequence of 128 roundings of a row; v by memory traffic, two reads.
 #define USE_TENSOR_ROTATION 0
-#include "rows.cuh"
-
-#include "nvfp4.cuh"
+#include "nvfp4_shaping.cuh"
 
 constexpr int CHUNK = 1024;  // keys whose sums one block takes
 constexpr int ROWS = 128;    // rows of a block of queries or keys, four lanes each
@@ -32,13 +30,16 @@ struct Job {
   float* lse_shift;      // [B H][Lq] or null
   float* q_means;        // [B H][blocks][128] or null: queries as they are
   u32* k_centred;        // [B H][T * 128][64] pairs of bf16 or null, as q_means
+  float* moments;        // [2][B H][128][128]: of q and k, their means taken off
+  float* balance;        // [2][B H][128]: what the channels of q and k are multiplied with
+  float* feedback;       // [2][B H][128][128]: what a channel's error adds to later ones of q and k
   i64 queries, keys;     // Lq, Lk
   int heads, tiles, blocks, chunks;
   u32 signs[4];
   float softmax_scale;
   int rotate, smooth_k, demean;
 };
-static_assert(sizeof(Job) == 296, "JOB of ../cuda_nvfp4.py packs it");
+static_assert(sizeof(Job) == 320, "JOB of ../cuda_nvfp4.py packs it");
 
 DEVICE int count_of(const Job& job, int batch) {
   return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
@@ -109,56 +110,73 @@ extern "C" __global__ void __launch_bounds__(512) mean_q(const __grid_constant__
   if (threadIdx.x < HEAD_DIM) means[threadIdx.x] = row[threadIdx.x] / count;
 }
 
+// Second moments of a sample of the rows of q (which 0) or k (1). blockIdx: 32 rows of them, B H; 256 threads
+extern "C" __global__ void __launch_bounds__(256) moments(const __grid_constant__ Job job, int which) {
+  __shared__ __align__(16) float chunk[CHUNK_ROWS][HEAD_DIM];
+  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
+  const int count = which ? count_of(job, batch) : (int)job.queries, step = sample_step(count);
+  const auto load = [&](int sample, int lane, float(&x)[32]) {
+    const i64 row = (i64)sample * step, token = which ? token_at(job, bh, row) : row;
+    load_row(row_of<INPUT>(which ? job.k : job.q, batch, head, token), lane, x);
+    apply_rope(job.rope, batch, token, lane, x);
+    if (which && job.smooth_k) subtract(x, job.k_mean + bh * HEAD_DIM, lane);
+    if (!which && job.q_means) subtract(x, job.q_means + ((i64)bh * job.blocks + row / ROWS) * HEAD_DIM, lane);
+  };
+  float* out = job.moments + ((i64)which * gridDim.y + bh) * SQUARE;
+  second_moments(load, (count + step - 1) / step, blockIdx.x * MOMENT_ROWS, chunk, out);
+}
+// Balance and feedback of a head. blockIdx: B H, 0 for q or 1 for k; 512 threads
+extern "C" __global__ void __launch_bounds__(512) shape(const __grid_constant__ Job job) {
+  extern __shared__ __align__(16) float h[];  // [128] rows of PITCH
+  __shared__ float factors[HEAD_DIM], damping;
+  const int which = blockIdx.y, bh = blockIdx.x, t = threadIdx.x;
+  const i64 own = (i64)which * gridDim.x + bh;
+  const float* of_q = job.moments + (i64)bh * SQUARE;
+  const float* of_k = of_q + (i64)gridDim.x * SQUARE;
+  balance_channels(of_q, of_k, factors);
+  if (t < HEAD_DIM) job.balance[own * HEAD_DIM + t] = which ? 1.f / factors[t] : factors[t];
+  const auto sign = [&](int c) { return job.signs[c / 32] >> c % 32 & (u32)job.rotate; };
+  for (int n = t; n < SQUARE; n += 512) {
+    // of the other operand, as it is multiplied with this one's errors
+    const int i = n / HEAD_DIM, j = n % HEAD_DIM;
+    const float pair = factors[i] * factors[j], x = which ? of_q[n] * pair : of_k[n] / pair;
+    h[i * PITCH + j] = sign(i) ^ sign(j) ? -x : x;
+  }
+  __syncthreads();
+  if (job.rotate) {
+    // 128 times what the rotation makes of it: M depends on no factor
+    transform(h, false, 512);
+    transform(h, true, 512);
+  }
+  if (t == 0) {
+    float sum = 0.f;
+    for (int i = 0; i < HEAD_DIM; i++) sum += h[i * (PITCH + 1)];
+    damping = sum > 0.f ? sum / HEAD_DIM * DAMPING : 1.f;
+  }
+  __syncthreads();
+  if (t < HEAD_DIM) h[t * (PITCH + 1)] += damping;
+  __syncthreads();
+  factorize(h, 512);
+  for (int n = t; n < SQUARE; n += 512) {
+    const int i = n / HEAD_DIM, j = n % HEAD_DIM;
+    const float d = h[j * (PITCH + 1)];
+    job.feedback[own * SQUARE + n] = i < j && d > 0.f ? h[i * PITCH + j] / d : 0.f;
+  }
+}
+
 // The block's largest x into *amax, which is >= 0, so that bits order as numbers
 DEVICE void raise_amax(float x, float* amax) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
   if ((threadIdx.x & 31) == 0) atomicMax((int*)amax, __float_as_int(x));
 }
-DEVICE float largest(const float* x, int n) {
-  float amax = 0.f;
+// The feedback of an operand's head into the block's memory, complete after __syncthreads. 512 threads
+DEVICE const float* load_feedback(const float* from) {
+  extern __shared__ __align__(16) float feedback[];
 #pragma unroll
-  for (int i = 0; i < n; i++) amax = fmaxf(amax, fabsf(x[i]));
-  return amax;
-}
-// The two scales of N2 for 16 numbers whose largest magnitude is amax: it becomes a 6, or a 4. byte 0 and 1
-DEVICE u32 microscales(float amax, float g) { return pack_ue4m3(amax / (6.f * g), amax / (4.f * g), 0.f, 0.f); }
-// Eight numbers' codes at a scale; what they leave of the numbers goes on top of error, squared
-DEVICE u32 codes_at(const float* x, u32 scale, float g, float& error) {
-  const float step = ue4m3_value(scale) * g, inverse = step > 0.f ? 1.f / step : 0.f, half = 0.5f * step;
-  float y[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) y[i] = x[i] * inverse;
-  const u32 codes = step > 0.f ? pack_e2m1(y) : 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float rest = fmaf(-half, (float)e2m1_doubled(codes >> 4 * i), x[i]);
-    error = fmaf(rest, rest, error);
-  }
-  return codes;
-}
-// A lane's words of a row, word i channels 32 i + 8 lane to + 7, and in every lane the row's scale words of two steps
-DEVICE void quantize_row(const float (&x)[32], float g, u32 (&words)[4], u32 (&scales)[2]) {
-  const int lane = threadIdx.x & 3;
-  u32 bytes[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float amax = largest(x + 8 * i, 8), errors[2] = {0.f, 0.f};
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    const u32 both = microscales(amax, g);
-    const u32 six = codes_at(x + 8 * i, both, g, errors[0]), four = codes_at(x + 8 * i, both >> 8, g, errors[1]);
-#pragma unroll
-    for (float& error : errors) error += __shfl_xor_sync(~0u, error, 1);
-    const bool better = errors[1] < errors[0];
-    bytes[i] = (better ? both >> 8 : both) & 0xFF;
-    words[i] = better ? four : six;
-  }
-#pragma unroll
-  for (int step = 0; step < 2; step++) {
-    // channels 64 step + 16 c: byte c, of lanes 2 (c % 2) and the next, their word 2 step + c / 2
-    const u32 known = (bytes[2 * step] | bytes[2 * step + 1] << 16) << (lane < 2 ? 0 : 8);
-    scales[step] = known | __shfl_xor_sync(~0u, known, 2);
-  }
+  for (int i = 0; i < SQUARE / 4 / 512; i++)
+    ((float4*)feedback)[512 * i + threadIdx.x] = __ldg((const float4*)from + 512 * i + threadIdx.x);
+  return feedback;
 }
 
 // blockIdx: 128 query rows, B H; 512 threads. Rows past the end repeat the last one in no maximum, and have codes 0.
@@ -174,14 +192,17 @@ extern "C" __global__ void __launch_bounds__(512) codes_q(const __grid_constant_
     if (real && lane == 0) job.lse_shift[bh * job.queries + row] = dot * job.softmax_scale;
   }
   if (job.q_means) subtract(x, job.q_means + ((i64)bh * job.blocks + blockIdx.x) * HEAD_DIM, lane);
+  scale_channels(x, job.balance + (i64)bh * HEAD_DIM, lane);
   if (job.rotate) rotate(job.signs, lane, x);
   const float norm = real ? (job.rotate ? ROTATION_NORM : 1.f) : 0.f;
 #pragma unroll
   for (int i = 0; i < 32; i++) x[i] *= norm;
   float* amax = job.amax + bh;
   if (pass == 0) return raise_amax(quad_amax(x), amax);
+  const float* feedback = load_feedback(job.feedback + (i64)bh * SQUARE);
+  __syncthreads();
   u32 words[4], scales[2];
-  quantize_row(x, global_scale(*amax), words, scales);
+  quantize_row(x, global_scale(*amax), feedback, words, scales);
   const int r = threadIdx.x / 4 % 16, g = r % 8, half = r / 8;
   const i64 rows16 = ((i64)bh * job.blocks + blockIdx.x) * 8 + threadIdx.x / 64;
 #pragma unroll
@@ -212,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(512) codes_k(const __grid_constant_
       centred[4 * i + lane] = make_uint4(low, pack_bf16(y[2], y[3]), high, pack_bf16(y[6], y[7]));
     }
   }
+  scale_channels(x, job.balance + ((i64)gridDim.y + bh) * HEAD_DIM, lane);
   if (job.rotate) {
     rotate(job.signs, lane, x);
 #pragma unroll
@@ -219,8 +241,10 @@ extern "C" __global__ void __launch_bounds__(512) codes_k(const __grid_constant_
   }
   float* amax = job.amax + gridDim.y + bh;
   if (pass == 0) return raise_amax(quad_amax(x), amax);
+  const float* feedback = load_feedback(job.feedback + ((i64)gridDim.y + bh) * SQUARE);
+  __syncthreads();
   u32 words[4], scales[2];
-  quantize_row(x, global_scale(*amax), words, scales);
+  quantize_row(x, global_scale(*amax), feedback, words, scales);
   char* record = job.k_record + ((i64)bh * job.tiles + blockIdx.x) * TILE_RECORD;
   const int octant = key / 32 * 4 + key % 8 / 2, column = key / 8 % 4 * 2 + key % 2;
   ((uint4*)record)[octant * 32 + 4 * column + lane] = make_uint4(words[0], words[1], words[2], words[3]);
@@ -232,39 +256,39 @@ template <typename T>
 struct __align__(2 * sizeof(T)) Pair {
   u32 words[sizeof(T) / 2];
 };
-DEVICE float quad_total(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 constexpr bool MEAN_F16 = is_fp16<INPUT>::value;
 // A channel's residuals of 32 keys, x minus the stored mean; absent keys 0
 DEVICE void residuals(float (&x)[32], float mean, int keys) {
 #pragma unroll
   for (int k = 0; k < 32; k++) x[k] = k < keys ? x[k] - mean : 0.f;
 }
-// 32 keys from 32 a of a channel into the record
-DEVICE void store_channel(char* record, int channel, int a, const float (&x)[32], float g) {
+// 32 keys from 32 a of a channel into the record. Returns what their codes leave, summed
+DEVICE float store_channel(char* record, int channel, int a, const float (&x)[32], float g) {
   const int octant = channel / 8, column = channel % 8;
   u32 bytes = 0;
+  float sum = 0.f;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 both = microscales(largest(x + 16 * half, 16), g);
-    float errors[2] = {0.f, 0.f};
+    float errors[2] = {0.f, 0.f}, left[2] = {0.f, 0.f};
     u32 codes[2][2];
 #pragma unroll
     for (int which = 0; which < 2; which++)
 #pragma unroll
       for (int t = 0; t < 2; t++)
-        codes[which][t] = codes_at(x + 16 * half + 8 * t, both >> 8 * which, g, errors[which]);
+        codes[which][t] = codes_at(x + 16 * half + 8 * t, both >> 8 * which, g, errors[which], left[which]);
     const bool better = errors[1] < errors[0];
     bytes |= ((better ? both >> 8 : both) & 0xFF) << 8 * half;
+    sum += better ? left[1] : left[0];
 #pragma unroll
     for (int t = 0; t < 2; t++)
       ((u32*)record)[(octant * 32 + 4 * column + 2 * half + t) * 4 + a] = better ? codes[1][t] : codes[0][t];
   }
   u16* packed = (u16*)(record + TILE_CODES + (4 * column + octant % 4) * 32 + octant / 4 * 8);
   packed[a] = bytes;
+  return sum;
 }
+DEVICE u32 pack_means(float x, float y) { return MEAN_F16 ? pack_f16(x, y) : pack_bf16(x, y); }
 
 // blockIdx: tile, B H; 256 threads. A thread holds channels c and c + 1 of keys 32 a to 32 a + 31.
 extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant__ Job job, int pass) {
@@ -294,19 +318,23 @@ extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant_
     sum_x += x[k] = element<INPUT>(p.words, 0);
     sum_y += y[k] = element<INPUT>(p.words, 1);
   }
+  float mx = 0.f, my = 0.f;
   if (job.demean) {
-    const float mx = quad_total(sum_x) / (float)count, my = quad_total(sum_y) / (float)count;
-    const u32 stored = MEAN_F16 ? pack_f16(mx, my) : pack_bf16(mx, my);
-    if (pass == 1 && a == 0) ((u32*)job.means)[index * 64 + pair] = stored;
-    residuals(x, MEAN_F16 ? low_f16(stored) : __uint_as_float(stored << 16), count - 32 * a);
-    residuals(y, MEAN_F16 ? low_f16(stored >> 16) : __uint_as_float(stored & 0xFFFF0000u), count - 32 * a);
+    const u32 rounded = pack_means(quad_total(sum_x) / (float)count, quad_total(sum_y) / (float)count);
+    mx = MEAN_F16 ? low_f16(rounded) : __uint_as_float(rounded << 16);
+    my = MEAN_F16 ? low_f16(rounded >> 16) : __uint_as_float(rounded & 0xFFFF0000u);
+    residuals(x, mx, count - 32 * a);
+    residuals(y, my, count - 32 * a);
   }
   float* amax = job.amax + 2 * gridDim.y + bh;
   if (pass == 0) return raise_amax(fmaxf(largest(x, 32), largest(y, 32)), amax);
   __syncthreads();
   const float g = global_scale(*amax);
-  store_channel(memory, c, a, x, g);
-  store_channel(memory, c + 1, a, y, g);
+  const float left_x = quad_total(store_channel(memory, c, a, x, g));
+  const float left_y = quad_total(store_channel(memory, c + 1, a, y, g));
+  // the mean that is added back makes up for the mean of what the codes leave
+  if (job.demean && a == 0)
+    ((u32*)job.means)[index * 64 + pair] = pack_means(mx + left_x / (float)count, my + left_y / (float)count);
   __syncthreads();
   uint4* out = (uint4*)(job.v_record + index * TILE_RECORD);
   for (int i = threadIdx.x; i < TILE_RECORD / 16; i += 256) out[i] = ((const uint4*)memory)[i];

@@ -197,7 +197,7 @@ def test_smoothed_queries_keep_what_their_block_shares(queries):
         errors.append(relative_l2(out, exact))
         if smooth_q:
             assert (lse - exact_lse).abs().mean() < 0.1
-    assert errors[0] < 0.7 * errors[1]
+    assert errors[0] < 0.75 * errors[1]
 
 
 def test_smoothed_queries_change_no_exact_score():
