@@ -31,6 +31,7 @@ def parse(argv=None):
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--commit", help="to name in the header where the checkout has no git")
     parser.add_argument("--weights", type=Path, help="larger: the folder to write to; fidelity: a file of it")
+    parser.add_argument("--seconds", type=float, help="larger: how long to train; default: 240")
     return parser.parse_args(argv)
 
 
@@ -49,7 +50,8 @@ def main(argv=None):
         module = importlib.import_module(f"evidence.{stage}")
         begin = time.perf_counter()
         if stage in TOOLS:
-            module.run(device, out, options.weights)
+            asked = {"seconds": options.seconds} if stage == "larger" and options.seconds else {}
+            module.run(device, out, options.weights, **asked)
             continue
         write = functools.partial(tables.write, stage, out=out, facts=facts)
         extra = {"larger": options.weights} if stage == "fidelity" and options.weights else {}
