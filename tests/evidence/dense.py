@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from comfyui_vc_attention.kernels import formats
 from comfyui_vc_attention.kernels.formats import LOG2E, TILE
-from comfyui_vc_attention.kernels.prepare.reference import in_tile_order, in_tiles, rotate, tile_means
+from comfyui_vc_attention.kernels.prepare import nvfp4_shaping
+from comfyui_vc_attention.kernels.prepare.reference import (
+    in_tile_order,
+    in_tiles,
+    microscaled,
+    rotate,
+    tile_means,
+)
 
 WHOLE = 0  # a group of rows that is the whole head
 
@@ -40,27 +47,30 @@ class Numerics:
     rotate_v: bool = False
     global_scale: bool = True  # nvfp4: one float32 scale a head beside the microscales
     two_scales: bool = False  # nvfp4: of Q, K and V, the better of the largest at 6 and at 4 (N2)
+    shaping: str = ""  # nvfp4, parts of N6: "balance", "unbalanced" (feedback alone) or "feedback" (both)
+    means_of_codes: bool = False  # nvfp4: the stored means make up for the mean error of a tile's values
 
 
-def weights_and_values(q, k, v, numerics, order=None, scale=None):
+def weights_and_values(q, k, v, numerics, order=None, scale=None, seen=None):
     """Quantized probabilities [B, H, M, L] and values [B, H, L, D], both in tile order; their product is the
-    output. q [B, H, M, D] holds some rows of the queries, whole blocks of 128 where rows share anything."""
+    output. q [B, H, M, D] holds some rows of the queries, whole blocks of 128 where rows share anything;
+    seen: all queries, where it is not q."""
     q, k, v = q.float(), in_tile_order(k.float(), order, None), in_tile_order(v.float(), order, None)
     keys = k.shape[2]
-    t = scores(q, k, numerics, q.shape[-1] ** -0.5 if scale is None else scale)
+    t = scores(q, k, numerics, q.shape[-1] ** -0.5 if scale is None else scale, seen)
     t = torch.nn.functional.pad(t, (0, -keys % TILE), value=-torch.inf).unflatten(-1, (-1, TILE))
     weights = probabilities(t, numerics).flatten(-2)[..., :keys]
     return weights, values(v, numerics)
 
 
-def outputs(q, k, v, numerics, order=None):
+def outputs(q, k, v, numerics, order=None, seen=None):
     """(output, output had the values been exact, values as quantized, values): as stages.run_stages."""
-    weights, quantized = weights_and_values(q, k, v, numerics, order)
+    weights, quantized = weights_and_values(q, k, v, numerics, order, seen=seen)
     ordered = in_tile_order(v.float(), order, None)
     if not numerics.exact_mass:
         return weights @ quantized, weights @ ordered, quantized, ordered
     # p is rounded for the residuals only; what rounding took from a tile's mass returns as its mean
-    exact = weights_and_values(q, k, v, replace(numerics, p="exact"), order)[0]
+    exact = weights_and_values(q, k, v, replace(numerics, p="exact"), order, seen=seen)[0]
     means = tile_means(ordered).bfloat16().float().repeat_interleave(TILE, 2)[:, :, : ordered.shape[2]]
     restored = exact @ means
     return (
@@ -71,20 +81,55 @@ def outputs(q, k, v, numerics, order=None):
     )
 
 
-def scores(q, k, numerics, scale):
-    """q . k in log2 units, [B, H, M, L]."""
+def scores(q, k, numerics, scale, seen=None):
+    """q . k in log2 units, [B, H, M, L]; seen: all queries, where it is not q."""
     if numerics.smooth_k:
         k = k - k.mean(2, keepdim=True)
     beside = 0.0
+    seen = q if seen is None else seen.float()
     if numerics.smooth_q:
-        means = in_tiles(q).sum(3) / 128 if q.shape[2] % 128 == 0 else tile_means(q)
-        means = means.repeat_interleave(TILE, 2)[:, :, : q.shape[2]]
-        beside, q = means @ k.transpose(-1, -2), q - means
+        means = block_means(q)
+        beside, q, seen = means @ k.transpose(-1, -2), q - means, seen - block_means(seen)
+    if numerics.shaping:
+        q, k = shaped(q, k, numerics, seen)
+        return (q @ k.transpose(-1, -2) + beside) * (scale * LOG2E)
     if numerics.rotate_qk:
         q, k = rotate(q), rotate(k)
     q = rounded_rows(q, numerics.qk, numerics.q_group, numerics.global_scale, numerics.two_scales)
     k = _lanes(k, numerics, rounded_rows)
     return (q @ k.transpose(-1, -2) + beside) * (scale * LOG2E)
+
+
+def block_means(q):
+    """Means of 128 rows each, once for every row."""
+    return tile_means(q).repeat_interleave(TILE, 2)[:, :, : q.shape[2]]
+
+
+def shaped(q, k, numerics, seen):
+    """q and k as quantized by N6, or by a part of it."""
+    d = q.shape[-1]
+    turn = formats.hadamard_matrix(d, q.dtype, q.device) if numerics.rotate_qk else torch.eye(d).to(q)
+    balanced = numerics.shaping != "unbalanced"
+    moments = [nvfp4_shaping.second_moments(nvfp4_shaping.sampled(x)) for x in (seen, k)]
+    s = nvfp4_shaping.balance(*moments) if balanced else torch.ones_like(q[:, :, :1])
+    to_q, to_k = s.mT * turn, turn / s.mT
+    made = []
+    for x, to, other in ((q, to_q, to_k.mT @ moments[1] @ to_k), (k, to_k, to_q.mT @ moments[0] @ to_q)):
+        if numerics.shaping == "balance":
+            made.append(nvfp4(x @ to, numerics.global_scale, numerics.two_scales))
+            continue
+        x, choose = x @ to, microscaled if numerics.two_scales else _scales_at_6
+        g = x.abs().amax((2, 3))[..., None] / formats.NVFP4_MAX
+        matrix = nvfp4_shaping.feedback(other)
+        codes, scales = nvfp4_shaping.microscaled_with_feedback(x, g, matrix, choose)
+        step = (scales.float() * g[..., None]).repeat_interleave(formats.MICRO, -1)
+        made.append(formats.from_e2m1(codes) * step)
+    return made
+
+
+def _scales_at_6(x, g):
+    """As microscaled(), the scale alone."""
+    return None, formats.to_e4m3(x.abs().amax(-1, keepdim=True) / (formats.E2M1_MAX * g[..., None]))
 
 
 def _lanes(k, numerics, rounding):
@@ -184,6 +229,9 @@ def values(v, numerics):
         tiles = in_tiles(residual).transpose(-1, -2)
         made = nvfp4(tiles, numerics.global_scale, numerics.two_scales).transpose(-1, -2)
         made = made.flatten(2, 3)[:, :, :length]
+        if numerics.means_of_codes:
+            moved = tile_means(residual - made).repeat_interleave(TILE, 2)[:, :, :length]
+            means = (means + moved).bfloat16().float()
     else:
         made = _scaled_values(residual, residual if numerics.v_scale_of_residual else x, numerics)
     made = made + means

@@ -36,14 +36,17 @@ class Method:
 
 def staged(recipe: Recipe, order: str):
     def run(sample: Sample, q):
-        return Parts(*run_stages(q, sample.k, sample.v, recipe, sample.order(order)))
+        rows = None
+        if recipe.numerics == "nvfp4":
+            q, rows = sample.q, sample.rows(q.shape[2])[1]
+        return Parts(*run_stages(q, sample.k, sample.v, recipe, sample.order(order), rows=rows))
 
     return run
 
 
 def dense(numerics: Numerics, order: str = "sequence"):
     def run(sample: Sample, q):
-        return Parts(*outputs(q, sample.k, sample.v, numerics, sample.order(order)))
+        return Parts(*outputs(q, sample.k, sample.v, numerics, sample.order(order), sample.q))
 
     return run
 
@@ -52,7 +55,7 @@ FP8 = Recipe("int8_fp8", expcast=True)
 FP8_EXP = Recipe("int8_fp8", expcast=False)
 INT8 = Recipe("int8_int8")
 ALL_FP8 = Recipe("fp8_fp8", expcast=True)
-NVFP4 = Recipe("nvfp4", rotate_qk=False, smooth_q=True)
+NVFP4 = Recipe("nvfp4", smooth_q=True)
 RECIPES = {"int8_fp8 + ExpCast": FP8, "int8_fp8": FP8_EXP, "int8_int8": INT8, "fp8_fp8 + ExpCast": ALL_FP8,
            "nvfp4": NVFP4}  # fmt: skip
 ORDERS = ("sequence", "cube", "grouped", "uncapped", "warm", "balanced")
@@ -63,9 +66,11 @@ DENSE_FP8 = Numerics(p="expcast", v="e4m3", v_top=224.0, v_scale_of_residual=Fal
 DENSE_INT8 = Numerics(p="u8", v="s8", v_group=128, v_level=True, demean=True, exact_sum=True, exact_mass=True)
 INT8_CODE_MASS = replace(DENSE_INT8, exact_sum=False, exact_mass=False)
 DENSE_NVFP4 = Numerics(
-    qk="nvfp4", q_group=WHOLE, k_group=WHOLE, smooth_q=True, rotate_qk=False, p="nvfp4", v="nvfp4",
-    two_scales=True, demean=True, exact_sum=True, exact_mass=True,
+    qk="nvfp4", q_group=WHOLE, k_group=WHOLE, smooth_q=True, shaping="feedback", p="nvfp4", v="nvfp4",
+    two_scales=True, demean=True, exact_sum=True, exact_mass=True, means_of_codes=True,
 )  # fmt: skip
+NVFP4_ALONE = replace(DENSE_NVFP4, shaping="", rotate_qk=False, means_of_codes=False)
+NVFP4_ALONE_PLAIN = replace(NVFP4_ALONE, demean=False, exact_sum=False, exact_mass=False)
 NVFP4_AT_6 = replace(DENSE_NVFP4, two_scales=False)
 
 
@@ -118,6 +123,11 @@ def variants():
         (f"{int8}, P and V exact", replace(DENSE_INT8, p="exact", v="exact"), "grouped"),
         (f"{fp4}, Q not smoothed", replace(DENSE_NVFP4, smooth_q=False), "grouped"),
         (f"{fp4}, largest always at 6", NVFP4_AT_6, "grouped"),
+        (f"{fp4}, Q and K balanced, no feedback", replace(DENSE_NVFP4, shaping="balance"), "grouped"),
+        (f"{fp4}, feedback, Q and K not balanced", replace(DENSE_NVFP4, shaping="unbalanced"), "grouped"),
+        (f"{fp4}, means of exact values", replace(DENSE_NVFP4, means_of_codes=False), "grouped"),
+        (f"{fp4}, Q and K rounded each by itself", NVFP4_ALONE, "grouped"),
+        (f"{fp4}, Q and K rounded each by itself, no means", NVFP4_ALONE_PLAIN, "sequence"),
         (f"{fp4}, mass of the codes", replace(DENSE_NVFP4, exact_sum=False, exact_mass=False), "grouped"),
     ]  # fmt: skip
     rows += [

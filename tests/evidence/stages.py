@@ -1,25 +1,39 @@
 """Our recipes through the pack's reference stages, with the output error taken apart (Eq. 2)."""
 
+from dataclasses import replace
+
 import torch
 from comfyui_vc_attention.kernels.attend import reference as attend_stage
 from comfyui_vc_attention.kernels.config import Recipe
-from comfyui_vc_attention.kernels.formats import tile_count
+from comfyui_vc_attention.kernels.formats import TILE, tile_count
 from comfyui_vc_attention.kernels.prepare import reference as prepare_stage
 from comfyui_vc_attention.kernels.prepare.reference import in_tile_order, in_tiles
 
 
-def run_stages(q, k, v, recipe: Recipe, order=None, scale=None):
+def run_stages(q, k, v, recipe: Recipe, order=None, scale=None, rows=None):
     """(output, output had the values been exact, values as quantized, values), float32.
 
-    q [B, H, M, D] some rows; outputs [B, H, M, D]; both values [B, H, L, D] in tile order.
+    q [B, H, M, D] some rows; outputs [B, H, M, D]; both values [B, H, L, D] in tile order. rows: q is all
+    queries, of which these are attended, whole blocks of 128: at 4 bits codes depend on all of them (N6).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     operands = prepare_stage.prepare(
         q.float(), k.float(), v.float(), recipe, order=order, softmax_scale=scale
     )
+    if rows is not None:
+        operands = some_queries(operands, rows)
     out = attend_stage.attend(operands)[0]
     ordered = in_tile_order(v.float(), order, None)
     return out, attend_exact_values(operands, ordered), decoded_values(operands, ordered.shape[2]), ordered
+
+
+def some_queries(operands, rows):
+    """The operands of `nvfp4` with these rows of its queries only."""
+    scale = operands.q_scale.view(torch.uint8)[:, :, rows].view(operands.q_scale.dtype)
+    means = operands.q_means
+    if means is not None:
+        means = means[:, :, rows[::TILE] // TILE]
+    return replace(operands, q=operands.q[:, :, rows], q_scale=scale, q_means=means)
 
 
 class ExactValues:

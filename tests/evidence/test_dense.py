@@ -15,7 +15,7 @@ AS_STAGES = {
     "int8_int8": (Recipe("int8_int8"), DENSE_INT8),
     "int8_fp8 + ExpCast": (Recipe("int8_fp8", expcast=True), DENSE_FP8),
     "int8_fp8": (Recipe("int8_fp8"), replace(DENSE_FP8, p="e4m3")),
-    "nvfp4": (Recipe("nvfp4", rotate_qk=False, smooth_q=True), DENSE_NVFP4),
+    "nvfp4": (Recipe("nvfp4", smooth_q=True), DENSE_NVFP4),
 }
 
 
@@ -29,8 +29,10 @@ def test_same_output_and_values_as_the_stages(name):
     assert torch.equal(dense_ordered, ordered)
     # means are kept in other 16-bit formats, and codes may round apart
     assert relative_l2(values, quantized) < (1e-3 if name == "int8_int8" else 5e-3)
-    assert relative_l2(dense_exact_value_out, exact_value_out) < 3e-3
-    assert relative_l2(dense_out, out) < 5e-3
+    # at 4 bits a code that rounds apart moves those that follow in its row (N6)
+    apart = 1.5e-2 if name == "nvfp4" else 0.0
+    assert relative_l2(dense_exact_value_out, exact_value_out) < 3e-3 + apart
+    assert relative_l2(dense_out, out) < 5e-3 + apart
 
 
 def test_exact_mass_returns_what_rounding_takes_from_a_tile():
