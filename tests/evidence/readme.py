@@ -46,25 +46,18 @@ def shape_sentences():
     rows = [row for row in table("speed", "The paper's shapes") if row["kernel"] == "cuda_int8_fp8_sm90"]
     made = [row for row in rows if "N(0, 1)" in row["tensors"]]
     captured = next(row for row in rows if row["tensors"].endswith("captured"))
-    sizes = listed(f"{row['tokens']:,} x {row['heads']}" for row in made)
-    speeds = listed(f"{row['kernel grouped over cuDNN']:.2f}" for row in made)
+    ratios = [f"{row['kernel grouped over cuDNN']:.2f}x" for row in (*made, captured)]
+    sizes = [f"{row['tokens']:,} x {row['heads']}" for row in made]
+    shown = ", ".join(f"{ratio} ({size})" for ratio, size in zip(ratios, sizes, strict=False))
     shares = {
         row["what"]: row["share"]
         for row in table("speed", "Order time")
         if row["clusters"] == 128 and row["Lloyd steps"] == "as shipped"
     }
     return [
-        f"At the paper's shapes, {sizes} (tokens x heads), the kernel of `auto` is {speeds} times as fast as "
-        f"cuDNN, on captured tensors {captured['kernel grouped over cuDNN']:.2f} "
-        f"({captured['tokens']:,} x {captured['heads']}).",
-        f"Making an order takes {shares['k-means']:.1%} of its time at 75,600 tokens, a warm one "
-        f"{shares['k-means, warm']:.1%}.",
+        f"At the paper's shapes `auto` is {shown}; the first on captured tensors {ratios[-1]}.",
+        f"An order takes {shares['k-means']:.1%} of its time, warm {shares['k-means, warm']:.1%}.",
     ]
-
-
-def listed(words):
-    *most, last = words
-    return f"{', '.join(most)} and {last}"
 
 
 def longest_sentence():
