@@ -10,7 +10,9 @@ from pathlib import Path
 
 TABLES = Path(__file__).resolve().parent / "results" / "h200"
 MARGIN = 1.1  # for other draws, lengths and kernels than the table's
-SAME = 1.02  # for the table's own tensors, made and measured on another machine
+# for the mean over three of the table's own tensors, made and measured on another machine: 1.003 at most was
+# seen, 1.006 where a last bit is moved in a fiftieth of their numbers
+SAME = 1.02
 # for what the tables have at other sizes only: rows of few keys, outlier channels of K; the reference has 1.6
 HARD = 1.7
 
