@@ -41,7 +41,8 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     feedback = ()
     if recipe.numerics == "nvfp4":
         rotation = formats.hadamard_matrix(q.shape[-1], work, q.device) if recipe.rotate_qk else None
-        (for_q, for_k), feedback = nvfp4_shaping.shaping(q, k, rotation, key_count)
+        seen = k if key_count is not None else in_token_order(k, order)
+        (for_q, for_k), feedback = nvfp4_shaping.shaping(q, seen, rotation, key_count)
         q, k = q * for_q, k * for_k
     if recipe.rotate_qk:
         q, k = rotate(q), rotate(k)
@@ -93,6 +94,13 @@ def in_tile_order(x, order, key_count):
     if order is not None:
         x = x.gather(2, order.long()[..., None].expand(-1, -1, -1, x.shape[3]))
     return existing(x, key_count)
+
+
+def in_token_order(x, order):
+    """What in_tile_order made, undone; order a permutation or None."""
+    if order is None:
+        return x
+    return torch.empty_like(x).scatter(2, order.long()[..., None].expand_as(x), x)
 
 
 def key_mean(k, key_count=None):

@@ -14,6 +14,7 @@ from comfyui_vc_attention.kernels.prepare import nvfp4_shaping
 from comfyui_vc_attention.kernels.prepare.reference import (
     in_tile_order,
     in_tiles,
+    in_token_order,
     microscaled,
     rotate,
     tile_means,
@@ -57,6 +58,7 @@ def weights_and_values(q, k, v, numerics, order=None, scale=None, seen=None):
     seen: all queries, where it is not q."""
     q, k, v = q.float(), in_tile_order(k.float(), order, None), in_tile_order(v.float(), order, None)
     keys = k.shape[2]
+    seen = q if seen is None else seen.float(), in_token_order(k, order)
     t = scores(q, k, numerics, q.shape[-1] ** -0.5 if scale is None else scale, seen)
     t = torch.nn.functional.pad(t, (0, -keys % TILE), value=-torch.inf).unflatten(-1, (-1, TILE))
     weights = probabilities(t, numerics).flatten(-2)[..., :keys]
@@ -82,16 +84,16 @@ def outputs(q, k, v, numerics, order=None, seen=None):
 
 
 def scores(q, k, numerics, scale, seen=None):
-    """q . k in log2 units, [B, H, M, L]; seen: all queries, where it is not q."""
+    """q . k in log2 units, [B, H, M, L]; seen: all queries and the keys in token order, None for q and k."""
+    all_q, in_place = seen or (q, k)
     if numerics.smooth_k:
-        k = k - k.mean(2, keepdim=True)
+        k, in_place = k - k.mean(2, keepdim=True), in_place - k.mean(2, keepdim=True)
     beside = 0.0
-    seen = q if seen is None else seen.float()
     if numerics.smooth_q:
         means = block_means(q)
-        beside, q, seen = means @ k.transpose(-1, -2), q - means, seen - block_means(seen)
+        beside, q, all_q = means @ k.transpose(-1, -2), q - means, all_q - block_means(all_q)
     if numerics.shaping:
-        q, k = shaped(q, k, numerics, seen)
+        q, k = shaped(q, k, numerics, (all_q, in_place))
         return (q @ k.transpose(-1, -2) + beside) * (scale * LOG2E)
     if numerics.rotate_qk:
         q, k = rotate(q), rotate(k)
@@ -106,11 +108,11 @@ def block_means(q):
 
 
 def shaped(q, k, numerics, seen):
-    """q and k as quantized by N6, or by a part of it."""
+    """q and k as quantized by N6, or by a part of it; seen: what their second moments are taken of."""
     d = q.shape[-1]
     turn = formats.hadamard_matrix(d, q.dtype, q.device) if numerics.rotate_qk else torch.eye(d).to(q)
     balanced = numerics.shaping != "unbalanced"
-    moments = [nvfp4_shaping.second_moments(nvfp4_shaping.sampled(x)) for x in (seen, k)]
+    moments = [nvfp4_shaping.second_moments(nvfp4_shaping.sampled(x)) for x in seen]
     s = nvfp4_shaping.balance(*moments) if balanced else torch.ones_like(q[:, :, :1])
     to_q, to_k = s.mT * turn, turn / s.mT
     made = []

@@ -310,7 +310,7 @@ def test_codes_are_the_references(recipe, dtype, monkeypatch):
 
 @pytest.mark.parametrize("rotate_qk", [True, False])
 @pytest.mark.parametrize("smooth", [True, False])
-@pytest.mark.parametrize(("queries", "keys"), [(100, 9000), (4500, 300), (1, 1)])
+@pytest.mark.parametrize(("queries", "keys"), [(100, 27_000), (17_000, 300), (1, 1)])
 def test_moments_balance_and_feedback(queries, keys, smooth, rotate_qk, monkeypatch):
     """N6, of samples too: the matrices that codes are made with are the reference's."""
     q, k, v = sample("k_outlier_channels", (1, 2, queries, 128), keys)
@@ -344,6 +344,23 @@ def test_zeros_and_constants():
         out, lse = both(q, k, v + 0.7, recipe, want_lse=True)[0]
         torch.testing.assert_close(out, v + 0.7, rtol=0.1 * (not recipe.demean), atol=1e-6)
         torch.testing.assert_close(lse, torch.full_like(lse, 40).log(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("demean", [True, False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite_stays_so(which, value, demean):
+    """C7: and only its head knows of it."""
+    recipe, inputs = Recipe("nvfp4", demean=demean, smooth_q=True), sample("clustered", (1, 2, 70, 128), 200)
+    options = {"want_lse": True} | scaled(inputs[0])
+    before = cuda_nvfp4_sm120.attend(cuda_nvfp4.prepare(*inputs, recipe, **options))
+    inputs[which][0, 0, 60, 5] = value
+    out, lse = cuda_nvfp4_sm120.attend(cuda_nvfp4.prepare(*inputs, recipe, **options))
+    exact = exact_attention(*inputs)[0]
+    assert not exact.isfinite().all() and not out[~exact.isfinite()].isfinite().any()
+    assert torch.equal(out[:, 1], before[0][:, 1]) and torch.equal(lse[:, 1], before[1][:, 1])
+    if which == 1:
+        assert lse[:, 0].isnan().any()
 
 
 def test_long_clip():

@@ -170,14 +170,16 @@ DEVICE void store_pair(const Call& call, i64 at, float x, float y) {
   if (call.out_type == 1) ((u32*)call.out)[at / 2] = pack_f16(x, y);
   if (call.out_type == 2) ((float2*)call.out)[at / 2] = make_float2(x, y);
 }
-// out = g_v o / l and lse (C6)
-DEVICE void store_rows(const Call& call, const Item& item, const float (&o)[64], const Running& run, float g_v) {
+// out = g_v o / l and lse (C6). nothing: 0, or NaN where a factor of the head is not finite (C7)
+DEVICE void store_rows(const Call& call, const Item& item, const float (&o)[64], const Running& run, float g_v,
+                       float nothing) {
   const int batch = item.head / call.heads, head = item.head % call.heads, lane = threadIdx.x & 31;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const i64 row = (i64)item.block * BLOCK_ROWS + threadIdx.x / 32 * 16 + lane / 4 + 8 * r;
     if (row >= call.rows) continue;
-    const float n = run.l[r] > 0.f ? g_v / run.l[r] : 0.f;
+    const bool seen = item.keys > 0;
+    const float n = seen ? (g_v + nothing) / run.l[r] : 0.f;
     const i64 at = ((batch * call.rows + row) * call.out_heads + head) * HEAD_DIM + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 16; j++) store_pair(call, at + 8 * j, o[4 * j + 2 * r] * n, o[4 * j + 2 * r + 1] * n);
@@ -185,7 +187,7 @@ DEVICE void store_rows(const Call& call, const Item& item, const float (&o)[64],
       const i64 i = item.head * call.rows + row;
       const float shift = call.lse_shift ? call.lse_shift[i] : 0.f;
       const float value = 0.6931471805599453f * (run.m[r] + log2_fast(run.l[r] * (1.f / NVFP4_MAX))) + shift;
-      call.lse[i] = run.l[r] > 0.f ? value : MINUS_INFINITY;
+      call.lse[i] = seen ? value + nothing : MINUS_INFINITY;
     }
   }
 }
@@ -270,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_nvfp4(const __gr
     }
     merge_tile(o, s, alpha, mass, slot + MEAN_AT);
   }
-  store_rows(call, item, o, run, g_v);
+  store_rows(call, item, o, run, g_v, 0.f * score_scale);
 }
 
 #if USE_SHIFT

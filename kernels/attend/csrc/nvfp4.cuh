@@ -18,8 +18,8 @@ constexpr int TILE_CODES = 8192;               // 128 rows of 128 codes, as B fr
 constexpr int TILE_RECORD = TILE_CODES + 1024;  // then their scales: [32 lanes][4 J][2 steps] words
 constexpr float NVFP4_MAX = 2688.f;            // largest code times largest scale
 
-// The factor beside codes and scales (N2), from the largest magnitude of a head
-DEVICE float global_scale(float amax) { return amax > 0.f ? amax / NVFP4_MAX : 1.f; }
+// The factor beside codes and scales (N2), from the largest magnitude of a head; not finite if that is not (C7)
+DEVICE float global_scale(float amax) { return amax == 0.f ? 1.f : amax / NVFP4_MAX; }
 // Value of an E4M3 byte without sign: its bits, moved to the place of a float's, are 2^-120 of it, subnormals too
 DEVICE float ue4m3_value(u32 code) { return __uint_as_float((code & 0x7F) << 20) * __uint_as_float(247u << 23); }
 // Four numbers >= 0 to E4M3 bytes, round to nearest even, saturating; x0 lowest

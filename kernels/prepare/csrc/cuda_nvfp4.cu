@@ -114,16 +114,17 @@ extern "C" __global__ void __launch_bounds__(512) mean_q(const __grid_constant__
 extern "C" __global__ void __launch_bounds__(256) moments(const __grid_constant__ Job job, int which) {
   __shared__ __align__(16) float chunk[CHUNK_ROWS][HEAD_DIM];
   const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
-  const int count = which ? count_of(job, batch) : (int)job.queries, step = sample_step(count);
+  const int count = which ? count_of(job, batch) : (int)job.queries, rows = min(count, SAMPLE);
   const auto load = [&](int sample, int lane, float(&x)[32]) {
-    const i64 row = (i64)sample * step, token = which ? token_at(job, bh, row) : row;
+    // as for the mean: rows in place without a key list
+    const i64 row = (i64)sample * count / rows, token = which && job.key_count ? token_at(job, bh, row) : row;
     load_row(row_of<INPUT>(which ? job.k : job.q, batch, head, token), lane, x);
     apply_rope(job.rope, batch, token, lane, x);
     if (which && job.smooth_k) subtract(x, job.k_mean + bh * HEAD_DIM, lane);
     if (!which && job.q_means) subtract(x, job.q_means + ((i64)bh * job.blocks + row / ROWS) * HEAD_DIM, lane);
   };
   float* out = job.moments + ((i64)which * gridDim.y + bh) * SQUARE;
-  second_moments(load, (count + step - 1) / step, blockIdx.x * MOMENT_ROWS, chunk, out);
+  second_moments(load, rows, blockIdx.x * MOMENT_ROWS, chunk, out);
 }
 // Balance and feedback of a head. blockIdx: B H, 0 for q or 1 for k; 512 threads
 extern "C" __global__ void __launch_bounds__(512) shape(const __grid_constant__ Job job) {
@@ -164,12 +165,17 @@ extern "C" __global__ void __launch_bounds__(512) shape(const __grid_constant__ 
   }
 }
 
-// The block's largest x into *amax, which is >= 0, so that bits order as numbers
-DEVICE void raise_amax(float x, float* amax) {
+// The largest of the threads' 32 numbers each into *amax, which is >= 0, so that bits order as numbers: a NaN is more
+// than all others
+DEVICE void raise_amax(const float (&x)[32], float* amax) {
+  float most = 0.f;
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  if ((threadIdx.x & 31) == 0) atomicMax((int*)amax, __float_as_int(x));
+  for (int i = 0; i < 32; i++) most = larger_or_nan(most, fabsf(x[i]));
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) most = larger_or_nan(most, __shfl_xor_sync(~0u, most, step));
+  if ((threadIdx.x & 31) == 0) atomicMax((int*)amax, __float_as_int(most));
 }
+
 // The feedback of an operand's head into the block's memory, complete after __syncthreads. 512 threads
 DEVICE const float* load_feedback(const float* from) {
   extern __shared__ __align__(16) float feedback[];
@@ -198,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(512) codes_q(const __grid_constant_
 #pragma unroll
   for (int i = 0; i < 32; i++) x[i] *= norm;
   float* amax = job.amax + bh;
-  if (pass == 0) return raise_amax(quad_amax(x), amax);
+  if (pass == 0) return raise_amax(x, amax);
   const float* feedback = load_feedback(job.feedback + (i64)bh * SQUARE);
   __syncthreads();
   u32 words[4], scales[2];
@@ -240,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(512) codes_k(const __grid_constant_
     for (int i = 0; i < 32; i++) x[i] *= ROTATION_NORM;
   }
   float* amax = job.amax + gridDim.y + bh;
-  if (pass == 0) return raise_amax(quad_amax(x), amax);
+  if (pass == 0) return raise_amax(x, amax);
   const float* feedback = load_feedback(job.feedback + ((i64)gridDim.y + bh) * SQUARE);
   __syncthreads();
   u32 words[4], scales[2];
@@ -327,7 +333,10 @@ extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant_
     residuals(y, my, count - 32 * a);
   }
   float* amax = job.amax + 2 * gridDim.y + bh;
-  if (pass == 0) return raise_amax(fmaxf(largest(x, 32), largest(y, 32)), amax);
+  if (pass == 0) {
+    raise_amax(x, amax);
+    return raise_amax(y, amax);
+  }
   __syncthreads();
   const float g = global_scale(*amax);
   const float left_x = quad_total(store_channel(memory, c, a, x, g));

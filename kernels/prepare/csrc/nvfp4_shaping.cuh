@@ -4,7 +4,7 @@
 
 #include "nvfp4.cuh"
 
-constexpr int SAMPLE = 4096;       // rows that second moments are taken of
+constexpr int SAMPLE = 16381;      // rows at most that second moments are taken of
 constexpr float DAMPING = 0.01f;   // of the mean diagonal, on each diagonal element
 constexpr float SPREAD = 1e-4f;    // of the mean square over channels, added to each channel's
 constexpr int CHUNK_ROWS = 64;     // rows of the sample in shared memory at a time
@@ -12,8 +12,6 @@ constexpr int MOMENT_ROWS = 32;    // rows of the moments that one block makes
 constexpr int SQUARE = HEAD_DIM * HEAD_DIM;
 constexpr int PITCH = HEAD_DIM + 1;  // of a matrix in shared memory whose columns are read, too
 
-// Of count rows, every how many-th is taken
-DEVICE int sample_step(int count) { return (count + SAMPLE - 1) / SAMPLE | 1; }
 // Sum of x' x over the rows r < rows, rows first to first + 31 of it, into out [128][128]. load(r, lane, x): row r of
 // the sample as rows.cuh holds it. In the order of the rows, so that nothing but them matters. 256 threads
 template <class Load>
@@ -105,6 +103,12 @@ DEVICE void scale_channels(float (&x)[32], const float* row, int lane) {
 
 // The two scales of N2 for 16 numbers whose largest magnitude is amax: it becomes a 6, or a 4. byte 0 and 1
 DEVICE u32 microscales(float amax, float g) { return pack_ue4m3(amax / (6.f * g), amax / (4.f * g), 0.f, 0.f); }
+// The larger one, or NaN if one of them is (C7)
+DEVICE float larger_or_nan(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0,%1,%2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
 DEVICE float largest(const float* x, int n) {
   float amax = 0.f;
 #pragma unroll
