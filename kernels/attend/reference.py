@@ -19,7 +19,7 @@ class OnlineSoftmax:
     def raise_maximum(self, tile_maximum):
         """m' = max(m, tile), and everything older rescaled by alpha = exp2(m - m')."""
         raised = torch.maximum(self.maximum, tile_maximum)
-        alpha = torch.where(raised > -torch.inf, torch.exp2(self.maximum - raised), 0.0)
+        alpha = torch.where(raised == -torch.inf, 0.0, torch.exp2(self.maximum - raised))
         self.maximum = raised
         self.normalizer *= alpha
         self.numerator *= alpha[..., None]
@@ -29,9 +29,9 @@ class OnlineSoftmax:
         self.normalizer += mass
 
     def result(self):
-        """A / l, and 0 for a row that saw no key."""
+        """A / l, and 0 for a row that saw no key; NaN where a score was (C7)."""
         total = self.normalizer[..., None]
-        return torch.where(total > 0, self.numerator / total, 0.0)
+        return torch.where(total == 0, 0.0, self.numerator / total)
 
 
 def attend(operands: VCOperands, out=None):
@@ -97,7 +97,7 @@ def log_sum_exp(operands, softmax):
     if operands.recipe.expcast:
         unit *= formats.EXPCAST_MEAN_RATIO
     lse = formats.LN2 * (softmax.maximum + torch.log2(softmax.normalizer / unit))
-    lse = torch.where(softmax.normalizer > 0, lse + operands.lse_shift, -torch.inf)
+    lse = torch.where(softmax.normalizer == 0, -torch.inf, lse + operands.lse_shift)
     return lse.float()
 
 
@@ -126,7 +126,7 @@ class _Values:
 
 def _relative(t, maximum):
     """t - maximum, with -inf for absent keys and for rows that have seen no key."""
-    return torch.where(maximum[..., None] > -torch.inf, t - maximum[..., None], -torch.inf)
+    return torch.where(maximum[..., None] == -torch.inf, -torch.inf, t - maximum[..., None])
 
 
 def _add_tile_int8(softmax, t, tile_maximum, values, j, recipe):

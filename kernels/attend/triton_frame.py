@@ -20,13 +20,15 @@ def load_queries(
 ):
     """Codes [M, D] and the factor [M] from a K-scaled score to score units; rows past lq are zero.
 
-    largest: bound on q_scale * k_scale times the factor that keeps scores representable.
+    largest: bound on q_scale * k_scale times the factor that keeps scores representable. A scale that is NaN
+    stays so, and one of K makes them all NaN (C7).
     """
     m_m = o_m < lq
     o_row = i_bh * lq + o_m
     b_q = tl.load(q + o_row[:, None] * D + tl.arange(0, D)[None, :], mask=m_m[:, None], other=0.0)
     b_scale = tl.load(q_scale + o_row, mask=m_m, other=1.0) * score_scale
-    return b_q, tl.minimum(b_scale, largest / tl.load(k_scale_max + i_bh))
+    b_most = largest / tl.load(k_scale_max + i_bh)
+    return b_q, tl.minimum(b_scale, b_most, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def store_lse(b_m, b_l, lse, lse_shift, i_bh, o_m, lq, UNITS: tl.constexpr):
     o_row = i_bh * lq + o_m
     b_shift = tl.load(lse_shift + o_row, mask=o_m < lq, other=0.0)
     b_lse = 0.6931471805599453 * (b_m / UNITS + tl.log2(b_l)) + b_shift
-    tl.store(lse + o_row, tl.where(b_l > 0.0, b_lse, float("-inf")), mask=o_m < lq)
+    tl.store(lse + o_row, tl.where(b_l == 0.0, float("-inf"), b_lse), mask=o_m < lq)
 
 
 def largest_factor(operands: TritonOperands, units: float) -> float:

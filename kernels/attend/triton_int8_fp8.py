@@ -166,7 +166,7 @@ def attend_fp8_values_kernel(
         b_acc, b_l, b_rho, b_m, b_m_then, p_mean, n_whole // 16 * 16, tl.cdiv(count, 128), D, UNITS, HAS_MEAN
     )
     b_vs = tl.load(v_scale + i_bh * D + o_d)
-    b_out = tl.where((b_l > 0.0)[:, None], b_acc / b_l[:, None], 0.0) * b_vs[None, :]
+    b_out = tl.where((b_l == 0.0)[:, None], 0.0, b_acc / b_l[:, None]) * b_vs[None, :]
     store_rows(b_out, out, i_bh, o_m, lq, n_heads, out_heads, D)
     if HAS_LSE:
         store_lse(b_m, b_l * l_unit, lse, lse_shift, i_bh, o_m, lq, UNITS)

@@ -96,7 +96,7 @@ def attend_int8_values_kernel(
         b_acc, b_l, b_m = add_tile(
             b_q, b_qs, b_acc, b_l, b_m, p_k, p_ks, p_v, p_vs, p_sum, p_mean, left, M, HAS_MEAN, True
         )
-    b_out = tl.where((b_l > 0.0)[:, None], b_acc / b_l[:, None], 0.0)
+    b_out = tl.where((b_l == 0.0)[:, None], 0.0, b_acc / b_l[:, None])
     store_rows(b_out, out, i_bh, o_m, lq, n_heads, out_heads, D)
     if HAS_LSE:
         store_lse(b_m, b_l, lse, lse_shift, i_bh, o_m, lq, 1.0)

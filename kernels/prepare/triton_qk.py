@@ -9,6 +9,7 @@ import triton.language as tl
 from .. import formats
 from .triton_rows import (
     exact_products,
+    largest_of,
     load_rows,
     quotient,
     rotate,
@@ -53,12 +54,12 @@ def statistics_kernel(
         if HAS_V:
             p_v = v + i_b * v_b + i_h * v_h
             b_v = load_rows(p_v, v_l, b_token, m_key, None, None, 0, D, 0).to(tl.float32)
-            b_max = tl.maximum(b_max, tl.abs(b_v))
+            b_max = tl.maximum(b_max, tl.abs(b_v), propagate_nan=tl.PropagateNan.ALL)
     o_out = (i_bh * n_chunks + i_c) * D + o_d
     if HAS_K:
         tl.store(k_sum + o_out, tl.sum(b_sum, 0))
     if HAS_V:
-        tl.store(v_amax + o_out, tl.max(b_max, 0))
+        tl.store(v_amax + o_out, largest_of(b_max, 0))
 
 
 # One program: one head. Channel means of k, plain and rotated, and the scales of v (F1).
@@ -80,7 +81,8 @@ def finish_statistics_kernel(
         if HAS_K:
             b_sum += tl.load(k_sum + o_in, mask=(o_c < n_chunks)[:, None], other=0.0)
         if HAS_V:
-            b_max = tl.maximum(b_max, tl.load(v_amax + o_in, mask=(o_c < n_chunks)[:, None], other=0.0))
+            b_v = tl.load(v_amax + o_in, mask=(o_c < n_chunks)[:, None], other=0.0)
+            b_max = tl.maximum(b_max, b_v, propagate_nan=tl.PropagateNan.ALL)
     if HAS_K:
         b_mean = tl.sum(b_sum, 0) / tl.maximum(count, 1).to(tl.float32)
         tl.store(k_mean + i_bh * D + o_d, b_mean)
@@ -88,7 +90,7 @@ def finish_statistics_kernel(
         b_h = tl.load(signs + o_d[None, :] * D + o_d[:, None])
         tl.store(k_mean_rotated + i_bh * D + o_d, tl.sum(b_h * b_mean[None, :], 1) * root)
     if HAS_V:
-        tl.store(v_scale + i_bh * D + o_d, scale_of(tl.max(b_max, 0), 224.0))
+        tl.store(v_scale + i_bh * D + o_d, scale_of(largest_of(b_max, 0), 224.0))
 
 
 # One program: STEPS blocks of R query rows of one head.
@@ -120,7 +122,7 @@ def quantize_q_kernel(
         if not EXACT:
             b_q = b_q.to(tl.float32)
         b_q = rotate(b_q, b_h, root, EXACT) if ROTATE else b_q.to(tl.float32)
-        b_scale = scale_of(tl.max(tl.abs(b_q), 1), 448.0 if FP8 else 127.0)
+        b_scale = scale_of(largest_of(b_q, 1), 448.0 if FP8 else 127.0)
         b_code = to_codes(quotient(b_q, b_scale[:, None]), FP8)
         tl.store(scales + i_bh * lq + o_row, b_scale, mask=m_row)
         o_code = (i_bh * lq + o_row[:, None]) * D + o_d[None, :]
@@ -162,13 +164,13 @@ def quantize_k_kernel(
             b_k = tl.where(m_key[:, None], b_k - b_mean[None, :], 0.0)
         if ROTATE and not EXACT:
             b_k = rotate(b_k, b_h, root, False)
-        b_amax = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [R // 32, 32]), 1)
+        b_amax = largest_of(tl.reshape(largest_of(b_k, 1), [R // 32, 32]), 1)
         b_scale = scale_of(b_amax, 448.0 if FP8 else 127.0)
         b_row_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [R // 32, 32]), [R])
         b_code = to_codes(quotient(b_k, b_row_scale[:, None]), FP8)
         o_group = start // 32 + tl.arange(0, R // 32)
         # 0 also where all keys are 0: the largest of these scales bounds the queries' scales
-        b_scale = tl.where((o_group * 32 < count) & (b_amax > 0.0), b_scale, 0.0)
+        b_scale = tl.where((o_group * 32 < count) & (b_amax != 0.0), b_scale, 0.0)
         tl.store(scales + i_bh * n_tiles * 4 + o_group, b_scale)
         # the row of triton_layout.key_of_k_row that holds this key
         o_in = o_key % 128

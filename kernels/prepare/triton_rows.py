@@ -68,9 +68,15 @@ def to_codes(x, FP8: tl.constexpr):
 
 
 @triton.jit
+def largest_of(x, axis: tl.constexpr):
+    """Largest |x|, NaN where there is one: its bits are above an infinity's, and a float maximum drops it."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scale_of(amax, top):
-    """amax / top, and 1 where amax is 0."""
-    return tl.where(amax > 0.0, tl.div_rn(amax, top), 1.0)
+    """amax / top, 1 where amax is 0, NaN where it is not finite (C7)."""
+    return tl.where(amax == 0.0, 1.0, tl.div_rn(amax, top) + amax * 0.0)
 
 
 @triton.jit

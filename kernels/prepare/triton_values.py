@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .. import formats
-from .triton_rows import ROUND_MAGIC, load_rows, quotient, scale_of, to_codes, to_float, tokens_at
+from .triton_rows import ROUND_MAGIC, largest_of, load_rows, quotient, scale_of, to_codes, to_float, tokens_at
 
 ROUNDING_PRIOR = tl.constexpr(formats.ROUNDING_PRIOR)
 
@@ -48,7 +48,7 @@ def quantize_v_kernel(
             b_back = b_back * b_scale
         b_v = tl.where(m_key[:, None], b_v - b_back[None, :], 0.0)
     if not FP8:
-        b_scale = scale_of(tl.max(tl.abs(b_v), 0), 127.0)
+        b_scale = scale_of(largest_of(b_v, 0), 127.0)
         tl.store(v_scale + o_tile, b_scale)
     b_v = quotient(b_v, b_scale[None, :])
     if not FP8:
