@@ -19,7 +19,7 @@ DEVICE void store_rows(const Call& call, int bh, i64 row, const float (&o)[64], 
   const int batch = bh / call.heads, head = bh % call.heads;
   const bool second = lane & 1;
   float n0, n1;
-  both_rows(l > 0.f ? 1.f / l : 0.f, second, n0, n1);
+  both_rows(l == 0.f ? 0.f : 1.f / l, second, n0, n1);
   const i64 at = ((batch * call.rows + row) * call.out_heads + head) * HEAD_DIM + (lane & 3) * 2;
   const i64 next = (i64)8 * call.out_heads * HEAD_DIM;
   const bool in0 = row < call.rows, in1 = row + 8 < call.rows;
@@ -32,6 +32,6 @@ DEVICE void store_rows(const Call& call, int bh, i64 row, const float (&o)[64], 
   if (call.lse && (lane & 3) < 2 && (second ? in1 : in0)) {
     const i64 r = bh * call.rows + row + (second ? 8 : 0);
     const float shift = call.lse_shift ? call.lse_shift[r] : 0.f;
-    call.lse[r] = l > 0.f ? 0.6931471805599453f * (m + log2_fast(l * sum_scale)) + shift : MINUS_INFINITY;
+    call.lse[r] = l == 0.f ? MINUS_INFINITY : 0.6931471805599453f * (m + log2_fast(l * sum_scale)) + shift;
   }
 }

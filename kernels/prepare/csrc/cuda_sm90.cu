@@ -24,7 +24,7 @@ struct Job {
   const int* key_count;  // [B] or null: all keys
   float* partial;        // [2][B H][chunks][128]: k sums, |v| maxima
   float* k_mean;         // [B H][128]
-  int* k_top;            // [B H] bits of the largest K scale of keys that are not 0; 0 before
+  int* k_top;            // [B H] bits of the largest K scale of keys that are not 0 (or of a NaN, C7); 0 before
   float* v_scale;        // [B H][128]
   char* q_image;         // [B H][blocks * 3][8192]
   float* q_scale;        // [B H][blocks * 192]
@@ -52,14 +52,16 @@ DEVICE i64 token_at(const Job& job, int bh, i64 i) {
 // Row of the K image of key 32 a + 4 i + b of a tile
 DEVICE int image_row(int key) { return key % 32 / 4 * 16 + key % 4 / 2 * 8 + key / 32 * 2 + key % 2; }
 
+// amax over the code that it gets, 1 for zeros, NaN for what is not finite (C7)
+DEVICE float scale_of(float amax, float top) { return amax == 0.f ? 1.f : fmaf(0.f, amax, amax / top); }
 template <bool INT8>
-DEVICE float scale_of(float amax) { return amax > 0.f ? amax / (INT8 ? 127.f : 448.f) : 1.f; }
+DEVICE float scale_of(float amax) { return scale_of(amax, INT8 ? 127.f : 448.f); }
 // A scale of rotated rows, whose rotation left out its norm; 1 for a group of zeros
 DEVICE float stored_scale(const Job& job, float amax, float scale) {
   return job.rotate && amax > 0.f ? scale * ROTATION_NORM : scale;
 }
 
-// Statistics of a chunk of keys. blockIdx: chunk, B H, what (0: sums of k, 1: maxima of |v|)
+// Statistics of a chunk of keys. blockIdx: chunk, B H, what (0: sums of k, 1: maxima of |v|; a NaN stays in its code)
 template <typename T>
 DEVICE void chunk_statistics(const Job& job, bool of_v) {
   __shared__ float shared[8][HEAD_DIM];
@@ -124,7 +126,7 @@ extern "C" __global__ void finish_statistics(const __grid_constant__ Job job) {
   }
 #endif
   if (job.smooth_k) job.k_mean[bh * HEAD_DIM + channel] = mean;
-  if (job.v_scale) job.v_scale[bh * HEAD_DIM + channel] = top > 0.f ? top / job.value_top : 1.f;
+  if (job.v_scale) job.v_scale[bh * HEAD_DIM + channel] = scale_of(top, job.value_top);
 }
 
 // Rows g and g + 8 of a warp's 16: q's or k's tokens, k centred, rotated as the call says.
@@ -180,7 +182,7 @@ DEVICE void quantize_q(const Job& job) {
     store_codes<INT8>(job.q_image + block * 8192, row[i] % 64, lane, x[i], real ? 1.f / scale : 0.f);
     // past job.largest the multiply-add that makes a code could round past its range; such rows see one key anyway
     const float most = job.largest / __int_as_float(__ldg(job.k_top + bh));
-    if (lane == 0) job.q_scale[block * 64 + row[i] % 64] = real ? fminf(stored_scale(job, amax, scale), most) : 0.f;
+    if (lane == 0) job.q_scale[block * 64 + row[i] % 64] = real ? min_nan(stored_scale(job, amax, scale), most) : 0.f;
     if (lane == 0 && real && job.lse_shift) job.lse_shift[bh * job.queries + row[i]] = dot[i] * job.softmax_scale;
   }
 }
@@ -198,12 +200,12 @@ DEVICE void quantize_k(const Job& job) {
   i64 token[2];
   for (int i = 0; i < 2; i++) token[i] = token_at(job, bh, first + min(32 * source + key + 8 * i, last));
   load_two<T>(job, job.k, bh, token, true, x, dot);
-  float amax = fmaxf(quad_amax(x[0]), quad_amax(x[1]));
+  float amax = max_nan(quad_amax(x[0]), quad_amax(x[1]));
 #pragma unroll
-  for (int step = 4; step < 32; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+  for (int step = 4; step < 32; step *= 2) amax = max_nan(amax, __shfl_xor_sync(~0u, amax, step));
   if ((threadIdx.x & 31) == 0) maxima[threadIdx.x / 32] = amax;
   __syncthreads();
-  const float top = fmaxf(maxima[0], maxima[1]), scale = scale_of<INT8>(top);
+  const float top = max_nan(maxima[0], maxima[1]), scale = scale_of<INT8>(top);
   if (group != source) {
     // a group without keys repeats the last key, codes and scale: its scores are then that key's, bit for bit
     token[0] = token[1] = token_at(job, bh, first + last);
@@ -215,14 +217,14 @@ DEVICE void quantize_k(const Job& job) {
   if (threadIdx.x == 0) {
     const float stored = stored_scale(job, top, scale);
     ((float*)(record + 16384))[group] = stored;
-    if (top > 0.f) atomicMax(job.k_top + bh, __float_as_int(stored));
+    if (top != 0.f) atomicMax(job.k_top + bh, __float_as_int(stored));
   }
 }
 
 // The same with the keys of the tile by falling size, 16 to a scale. blockIdx: tile, B H; 256 threads
 template <typename T, bool INT8>
 DEVICE void quantize_k_by_size(const Job& job) {
-  __shared__ float size[TILE], ranked[TILE];
+  __shared__ int size[TILE], ranked[TILE];  // bits of numbers >= 0, which order alike, NaN above all
   const int bh = blockIdx.y, lane = threadIdx.x & 3, key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   const i64 tile = blockIdx.x, first = tile * TILE;
   const int count = min((i64)TILE, count_of(job, bh / job.heads) - first), last = count - 1;
@@ -236,12 +238,12 @@ DEVICE void quantize_k_by_size(const Job& job) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float top = quad_amax(x[r]);
-    if (lane == 0) size[key + 8 * r] = key + 8 * r < count ? top : -1.f;
+    if (lane == 0) size[key + 8 * r] = key + 8 * r < count ? __float_as_int(top) : -1;
   }
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float mine = size[key + 8 * r];
+    const int mine = size[key + 8 * r];
 #pragma unroll 8
     for (int other = lane; other < TILE; other += 4)
       rank[r] += size[other] > mine || (size[other] == mine && other < key + 8 * r);
@@ -254,17 +256,17 @@ DEVICE void quantize_k_by_size(const Job& job) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     if (rank[r] > last) continue;
-    const float inverse = 1.f / scale_of<INT8>(ranked[rank[r] / 16 * 16]);
+    const float inverse = 1.f / scale_of<INT8>(__int_as_float(ranked[rank[r] / 16 * 16]));
     if (lane == 0) job.by_size[bh * job.keys + first + rank[r]] = (int)token[r];
     // absent keys repeat the last one
     const int end = rank[r] == last ? TILE : rank[r] + 1;
     for (int at = rank[r]; at < end; at++) store_codes<INT8>(record, image_row(at), lane, x[r], inverse);
   }
   if (threadIdx.x < SCALES) {
-    const float top = ranked[min((int)threadIdx.x, last / 16) * 16];
+    const float top = __int_as_float(ranked[min((int)threadIdx.x, last / 16) * 16]);
     const float stored = stored_scale(job, top, scale_of<INT8>(top));
     ((float*)(record + 16384))[threadIdx.x] = stored;
-    if (threadIdx.x == 0 && top > 0.f) atomicMax(job.k_top + bh, __float_as_int(stored));
+    if (threadIdx.x == 0 && top != 0.f) atomicMax(job.k_top + bh, __float_as_int(stored));
   }
 }
 
@@ -350,14 +352,14 @@ DEVICE void quantize_v(const Job& job) {
     x[k] -= mx;
     y[k] -= my;
     const bool real = count == TILE || 32 * a + k < count;
-    if (INT8 && real) top_x = fmaxf(top_x, fabsf(x[k])), top_y = fmaxf(top_y, fabsf(y[k]));
+    if (INT8 && real) top_x = max_nan(top_x, fabsf(x[k])), top_y = max_nan(top_y, fabsf(y[k]));
   }
   __syncthreads();
   char* image = memory;
   if (INT8) {
     for (int step = 1; step < 4; step *= 2) {
-      top_x = fmaxf(top_x, __shfl_xor_sync(~0u, top_x, step));
-      top_y = fmaxf(top_y, __shfl_xor_sync(~0u, top_y, step));
+      top_x = max_nan(top_x, __shfl_xor_sync(~0u, top_x, step));
+      top_y = max_nan(top_y, __shfl_xor_sync(~0u, top_y, step));
     }
     // 0 for a channel of zeros: the rounding of its sums' conversion in attend() then reaches no output
     sx = top_x / 127.f, sy = top_y / 127.f;

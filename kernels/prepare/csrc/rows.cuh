@@ -185,12 +185,23 @@ DEVICE float quad_dot(const float (&x)[32], const float* row, int lane) {
   return dot + __shfl_xor_sync(~0u, dot, 2);
 }
 
+// The larger or smaller of two; NaN if one is, which fmaxf and fminf drop
+DEVICE float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0,%1,%2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+DEVICE float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0,%1,%2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
 DEVICE float quad_amax(const float (&x)[32]) {
   float a = 0.f;
 #pragma unroll
-  for (int i = 0; i < 32; i++) a = fmaxf(a, fabsf(x[i]));
-  a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-  return fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+  for (int i = 0; i < 32; i++) a = max_nan(a, fabsf(x[i]));
+  a = max_nan(a, __shfl_xor_sync(~0u, a, 1));
+  return max_nan(a, __shfl_xor_sync(~0u, a, 2));
 }
 DEVICE float quad_total(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
