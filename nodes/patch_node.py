@@ -50,41 +50,11 @@ class VCAttentionPatch(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        model,
-        precision="auto",
-        expcast="auto",
-        grouping_window=0.25,
-        value_format="auto",
-        regroup_every=4,
-        clusters=128,
-        start_percent=0.0,
-        end_percent=1.0,
-        exact_blocks="",
-        min_tokens=0,
-        kernel="auto",
-        model_2=None,
-    ):
-        if precision == "off":
+    def execute(cls, model, model_2=None, **widgets):
+        if widgets.get("precision") == "off":
             return io.NodeOutput(*(m and unpatched(m, OFF) for m in (model, model_2)))
-        settings = settings_of(
-            cls,
-            precision,
-            expcast,
-            grouping_window,
-            value_format,
-            regroup_every,
-            clusters,
-            start_percent,
-            end_percent,
-            exact_blocks,
-            min_tokens,
-            kernel,
-        )
-        explicit = precision != "auto" or kernel != "auto"
-        patched = [patch_model(m, settings, explicit) for m in (model, model_2) if m is not None]
-        return io.NodeOutput(patched[0], patched[1] if model_2 is not None else None)
+        settings = settings_of(cls, **widgets)
+        return io.NodeOutput(*(m and patch_model(m, settings) for m in (model, model_2)))
 
 
 def settings_of(
@@ -213,7 +183,7 @@ def percent_input(name, default, tooltip):
     )
 
 
-def patch_model(model, settings: PatchSettings, explicit: bool):
+def patch_model(model, settings: PatchSettings):
     """A patched clone; an unpatched one, with one line, if the model is unknown or nothing can run.
 
     Raises ValueError if the user asked for a precision or a kernel that cannot run here.
@@ -225,7 +195,7 @@ def patch_model(model, settings: PatchSettings, explicit: bool):
         say(f"{reason}; it passes through unchanged", settings.node_id)
         return unpatched(model, reason)
     problem = expected_problem(model, settings.config)
-    ready = ready_settings(problem, torch.device(model.load_device), settings, explicit)
+    ready = ready_settings(problem, torch.device(model.load_device), settings)
     if isinstance(ready, str):
         return unpatched(model, ready)
     return patch_attention(model, ready, family)
@@ -236,14 +206,14 @@ def unpatched(model, reason: str):
     return with_reason(remove_patch(model) or model.clone(), reason)
 
 
-def ready_settings(problem, device: torch.device, settings: PatchSettings, explicit: bool):
+def ready_settings(problem, device: torch.device, settings: PatchSettings):
     """The settings with what is known of this card; if nothing can run here the reason, told in one line.
 
-    Raises ValueError if nothing can run and the user asked for a precision or a kernel by name (explicit).
+    Raises ValueError if nothing can run and the user asked for a precision or a kernel by name.
     """
     choice = choose_tested(problem, device, settings)
     if choice.kernel is None:
-        if explicit:
+        if settings.by_name:
             raise ValueError(f"VC-Attention cannot run here: {choice.reason}. {WAY_OUT}")
         say(f"not active, output is unchanged: {choice.reason}", settings.node_id)
         return choice.reason

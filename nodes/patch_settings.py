@@ -35,6 +35,11 @@ class PatchSettings:
             )
 
     @property
+    def by_name(self) -> bool:
+        """Whether a precision or a kernel was asked for: that it cannot run is an error then."""
+        return self.precision not in ("", "auto") or self.kernel != "auto"
+
+    @property
     def hybrid(self) -> bool:
         """Whether 4 bits are for the middle of the schedule and 8 for its ends: unless the kernel that was
         asked for knows 4 bits only."""

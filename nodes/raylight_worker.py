@@ -133,7 +133,7 @@ def patch_worker(model, widgets: dict[str, Any], ring_degree: int = 1):
     except Exception as error:
         # broad, because every backend has its own errors; what must not be hidden is raised again
         raise_unless_recoverable(error, "of the warm-up")
-        if widgets.get("precision", "auto") != "auto" or widgets.get("kernel", "auto") != "auto":
+        if override.settings.by_name:
             raise
         say(f"the kernel did not start, so the usual attention runs: {error}", level=logging.WARNING)
         return with_reason(remove_patch(patched), f"the kernel did not start: {error}")

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 
 from .not_active import with_reason
 from .patch_node import OFF, WAY_OUT, advanced_inputs, main_inputs, problem_on, ready_settings, settings_of
+from .patch_settings import PatchSettings
 from .run_report import say
 from .wan_video_patch import is_wan_video, patch_wan_video, remove_wan_video_patch
 
@@ -37,16 +38,14 @@ class VCAttentionPatchWanVideo(io.ComfyNode):
     def execute(cls, model, **widgets):
         if widgets.get("precision") == "off":
             return io.NodeOutput(unpatched(model, OFF))
-        settings = settings_of(cls, **widgets)
-        explicit = any(widgets.get(name, "auto") != "auto" for name in ("precision", "kernel"))
-        return io.NodeOutput(patch_model(model, settings, explicit))
+        return io.NodeOutput(patch_model(model, settings_of(cls, **widgets)))
 
 
 def wan_video_model():
     return io.Custom("WANVIDEOMODEL")
 
 
-def patch_model(model, settings, explicit: bool):
+def patch_model(model, settings: PatchSettings):
     """A patched clone; an unpatched one, with one line, if the model is unknown or nothing can run.
 
     Raises ValueError if the user asked for a precision or a kernel that cannot run here.
@@ -58,13 +57,13 @@ def patch_model(model, settings, explicit: bool):
         return unpatched(model, reason)
     if (getattr(model.model, "pipeline", {}).get("compile_args") or {}).get("fullgraph"):
         reason = "fullgraph is on in WanVideo Torch Compile Settings, and the patch stands outside the graph"
-        if explicit:
+        if settings.by_name:
             raise ValueError(f"VC-Attention cannot run here: {reason}. {WAY_OUT}")
         say(f"not active, output is unchanged: {reason}", settings.node_id)
         return unpatched(model, reason)
     device = torch.device(model.load_device)
     problem = problem_on(device, model.model["base_dtype"], settings.config)
-    ready = ready_settings(problem, device, settings, explicit)
+    ready = ready_settings(problem, device, settings)
     if isinstance(ready, str):
         return unpatched(model, ready)
     return patch_wan_video(model, ready)

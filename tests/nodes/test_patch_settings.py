@@ -19,6 +19,19 @@ def test_range_must_not_be_reversed():
         PatchSettings(VCConfig(), start_percent=0.6, end_percent=0.5)
 
 
+@pytest.mark.parametrize(
+    "asked, by_name",
+    [
+        ({}, False),
+        ({"precision": "auto"}, False),
+        ({"precision": "8-bit"}, True),
+        ({"kernel": "reference"}, True),
+    ],
+)
+def test_what_is_asked_for_by_name_must_run(asked, by_name):
+    assert PatchSettings(VCConfig(), **asked).by_name == by_name
+
+
 def test_zero_min_tokens_means_the_default():
     assert PatchSettings(VCConfig()).shortest == DEFAULT_MIN_TOKENS
     assert PatchSettings(VCConfig(), min_tokens=1).shortest == 1
