@@ -8,6 +8,7 @@ from graph import Graph
 ROOT = Path(__file__).resolve().parents[2]
 HUB = "https://huggingface.co/Comfy-Org"
 SEED = 20260917
+BAD = "blurry, static, distorted, low quality, subtitles"
 
 
 def object_info() -> dict:
@@ -60,18 +61,18 @@ def wan_experts(g: Graph, kind: str):
     return high, low, patch
 
 
+def prompts(g: Graph, clip, positive: str, negative: str = BAD, y: int = 520):
+    """Two prompts under the patch node: the conditioning of each."""
+    for number, (title, text) in enumerate((("Prompt", positive), ("Negative prompt", negative))):
+        place = (420, y + 230 * number)
+        text = g.add("CLIPTextEncode", place, title=title, size=(380, 180), text=text, clip=clip["CLIP"])
+        yield text["CONDITIONING"]
+
+
 def wan_text(g: Graph, positive: str):
     clip = g.add("CLIPLoader", (0, 660), size=(360, 120), clip_name=UMT5["name"], type="wan", models=[UMT5])
     vae = g.add("VAELoader", (0, 850), size=(360, 70), vae_name=WAN_VAE["name"], models=[WAN_VAE])
-    texts = [
-        g.add(
-            "CLIPTextEncode", (420, 520 + 230 * i), title=title, size=(380, 180), text=text, clip=clip["CLIP"]
-        )
-        for i, (title, text) in enumerate(
-            (("Prompt", positive), ("Negative prompt", "blurry, static, distorted, low quality, subtitles"))
-        )
-    ]
-    return vae, *(text["CONDITIONING"] for text in texts)
+    return vae, *prompts(g, clip, positive)
 
 
 def wan_sampling(g: Graph, high, low, positive, negative, latent, x: int):
@@ -180,12 +181,7 @@ def hunyuan_video_15_t2v(info: dict) -> dict:
     prompt = (
         "A paper boat follows a rain gutter through an old town, past doors and bicycles, close to the water"
     )
-    positive, negative = (
-        g.add(
-            "CLIPTextEncode", (420, 520 + 230 * i), title=title, size=(380, 180), text=text, clip=clip["CLIP"]
-        )
-        for i, (title, text) in enumerate((("Prompt", prompt), ("Negative prompt", "")))
-    )
+    positive, negative = prompts(g, clip, prompt, "")
     sampling = g.add("ModelSamplingSD3", (800, 0), size=(260, 70), shift=7.0, model=patch[0])
     guider = g.add(
         "CFGGuider",
@@ -193,8 +189,8 @@ def hunyuan_video_15_t2v(info: dict) -> dict:
         size=(260, 110),
         model=sampling["MODEL"],
         cfg=6.0,
-        positive=positive["CONDITIONING"],
-        negative=negative["CONDITIONING"],
+        positive=positive,
+        negative=negative,
     )
     sigmas = g.add(
         "BasicScheduler", (800, 300), size=(260, 120), model=patch[0], scheduler="simple", steps=20
@@ -337,20 +333,13 @@ def longcat_t2v_wanvideowrapper(info: dict) -> dict:
     prompt = (
         "A tram climbs a steep street in morning fog, its lamp glowing, people step aside, camera follows"
     )
-    texts = [
-        g.add(
-            "CLIPTextEncode", (420, 500 + 230 * i), title=title, size=(380, 180), text=text, clip=clip["CLIP"]
-        )
-        for i, (title, text) in enumerate(
-            (("Prompt", prompt), ("Negative prompt", "blurry, static, distorted, low quality, subtitles"))
-        )
-    ]
+    positive, negative = prompts(g, clip, prompt, y=500)
     bridge = g.add(
         "WanVideoTextEmbedBridge",
         (420, 960),
         size=(380, 80),
-        positive=texts[0]["CONDITIONING"],
-        negative=texts[1]["CONDITIONING"],
+        positive=positive,
+        negative=negative,
     )
     empty = g.add("WanVideoEmptyEmbeds", (420, 1100), size=(380, 170), num_frames=93)
     sampler = g.add(
