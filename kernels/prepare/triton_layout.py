@@ -60,7 +60,7 @@ def reference_layout(operands: TritonOperands) -> VCOperands:
         k,
         v,
         operands.q_scale,
-        torch.where(operands.k_scale > 0, operands.k_scale, 1.0),
+        torch.where(operands.k_scale == 0, 1.0, operands.k_scale),
         operands.v_scale,
         operands.v_mean,
         operands.score_scale,
