@@ -9,6 +9,7 @@ import sys
 import torch
 
 from ..kernels import TokenGrouping, attend_call, prepare_call
+from ..kernels.operands import new_output
 
 FEWEST = 16  # chosen: then a group's share stays below 4% of q, k, v and out together
 BOXED = 10  # chosen: where the host counts on q, k, v and out alone, a group's share is about 4% of them
@@ -45,8 +46,7 @@ def attend_by_heads(q, k, v, config, groups: int, *, grouping=None, **call):
 
     q: [B, H, Lq, D]; k, v: [B, H, Lk, D]. Returns [B, H, Lq, D], memory [B, Lq, H, D].
     """
-    batch, heads, queries, width = q.shape
-    out = q.new_empty(batch, queries, heads, width).transpose(1, 2)
+    heads, out = q.shape[1], new_output(q.shape, q.dtype, q.device)
     size = -(-heads // groups)
     for first in range(0, heads, size):
         part = slice(first, first + size)

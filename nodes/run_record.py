@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-TILE = 128  # keys that share one mean
+from ..kernels.formats import TILE
+
 SAMPLED_HEADS, SAMPLED_TILES = 4, 64  # chosen: enough for a percentage, a few MiB at any length
 PROBED_HEADS, PROBED_ROWS = 2, 32  # chosen: tells blocks apart, costs about a thousandth of the call
 USUAL = "usual attention"  # video self-attention that this pack left to ComfyUI
