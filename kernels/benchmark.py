@@ -13,7 +13,7 @@ import torch
 
 from .benchmark_peers import PEERS
 from .config import VCConfig
-from .dispatch import attend_call, group_tokens, prepare_call, vc_attention
+from .dispatch import attend_call, group_tokens, plain, prepare_call, vc_attention
 from .operands import AttentionProblem
 from .registry import KERNELS, KernelSpec, choose_kernel
 from .testing import KINDS, sample_qkv
@@ -168,7 +168,7 @@ def config_for(spec: KernelSpec) -> VCConfig:
 def measure_kernel(spec: KernelSpec, q, k, v, exact: Exact, seconds: float) -> Result:
     """One of our kernels, without and with grouping."""
     config = config_for(spec)
-    plain = replace(config, demean=False)
+    ungrouped = plain(config)
     choice = choose_kernel(AttentionProblem.of(q, k, v, config), spec.name)
     if choice.kernel is None:
         return Result(spec.name, choice.reason.removeprefix(f"{spec.name}: "))
@@ -176,12 +176,12 @@ def measure_kernel(spec: KernelSpec, q, k, v, exact: Exact, seconds: float) -> R
         return Result(spec.name, f"slow: measured up to {REFERENCE_TOKENS:,} tokens")
     name, device = f"{spec.name} ({choice.recipe.numerics})", q.device
     grouping = group_tokens(v, CLUSTERS)  # the first call of each function also compiles it
-    out, peak = peak_of(lambda: vc_attention(q, k, v, plain, kernel=spec.name), device)
+    out, peak = peak_of(lambda: vc_attention(q, k, v, ungrouped, kernel=spec.name), device)
     grouped = vc_attention(q, k, v, config, grouping=grouping, kernel=spec.name)
-    prepared = prepare_call(q, k, v, plain, kernel=spec.name)
+    prepared = prepare_call(q, k, v, ungrouped, kernel=spec.name)
     return Result(
         name,
-        milliseconds=median_ms(lambda: vc_attention(q, k, v, plain, kernel=spec.name), device, seconds),
+        milliseconds=median_ms(lambda: vc_attention(q, k, v, ungrouped, kernel=spec.name), device, seconds),
         attend_milliseconds=median_ms(lambda: attend_call(prepared), device, seconds),
         grouped_milliseconds=median_ms(
             lambda: vc_attention(q, k, v, config, grouping=grouping, kernel=spec.name), device, seconds

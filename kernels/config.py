@@ -23,7 +23,9 @@ class VCConfig:
     value_format: "fp8" (E4M3), "int8", or as suits the card ("auto").
     clusters: value groups per head, 1 to 256; few keys get fewer (clusters_for). 128 remove the most energy
         (tests/evidence, "Clusters and Lloyd steps"), as in the paper.
-    demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6).
+    demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6), grouped or
+        not. None: only where values are INT8, which gain from it in token order too; FP8 values with ExpCast
+        do not (tests/evidence, "Where grouping sits").
     rotate_qk: Hadamard rotation of q and k; None means on.
     smooth_k: subtract the key channel mean, which the softmax does not see; at 4 bits also quantize queries
         without the mean of their block of 128 rows, whose scores are added exactly (N3).
@@ -33,7 +35,7 @@ class VCConfig:
     expcast: str = "auto"
     value_format: str = "auto"
     clusters: int = 128
-    demean: bool = True
+    demean: bool | None = True
     rotate_qk: bool | None = None
     smooth_k: bool = True
 
@@ -48,7 +50,7 @@ class VCConfig:
         if not isinstance(self.clusters, int) or not 1 <= self.clusters <= MAX_CLUSTERS:
             raise ValueError(f"clusters must be 1 to {MAX_CLUSTERS}, got {self.clusters!r}")
         for field, known in (
-            ("demean", (True, False)),
+            ("demean", (None, True, False)),
             ("rotate_qk", (None, True, False)),
             ("smooth_k", (True, False)),
         ):
@@ -117,10 +119,11 @@ def resolve_recipe(
         for name in numerics:
             if name.rpartition("_")[2] != value_format:
                 continue
+            demean = value_format == "int8" if config.demean is None else config.demean
             rotate = config.rotate_qk is not False
             expcast = value_format == "fp8" and (
                 config.expcast == "on" or (config.expcast == "auto" and fast_card)
             )
             smooth_q = name == "nvfp4" and config.smooth_k
-            return Recipe(name, expcast, config.demean, rotate, config.smooth_k, smooth_q)
+            return Recipe(name, expcast, demean, rotate, config.smooth_k, smooth_q)
     return None

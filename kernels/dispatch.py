@@ -284,13 +284,13 @@ def _validate_rope(q, k, cos, sin, layout):
 
 def _config_codes(config):
     """VCConfig as integers, because a custom op takes no dataclass."""
-    rotate = -1 if config.rotate_qk is None else int(config.rotate_qk)
+    demean, rotate = (-1 if switch is None else int(switch) for switch in (config.demean, config.rotate_qk))
     choices = (
         PRECISIONS.index(config.precision),
         EXPCAST_CHOICES.index(config.expcast),
         VALUE_FORMATS.index(config.value_format),
     )
-    return (*choices, config.clusters, int(config.demean), rotate, int(config.smooth_k))
+    return (*choices, config.clusters, demean, rotate, int(config.smooth_k))
 
 
 def _config_from_codes(codes):
@@ -300,7 +300,7 @@ def _config_from_codes(codes):
         EXPCAST_CHOICES[expcast],
         VALUE_FORMATS[value_format],
         clusters,
-        bool(demean),
+        None if demean < 0 else bool(demean),
         None if rotate < 0 else bool(rotate),
         bool(smooth_k),
     )
@@ -361,5 +361,8 @@ _group_op = define_op(
 
 
 def plain(config: VCConfig) -> VCConfig:
-    """The config of a step after the grouping window: same formats, no means."""
-    return replace(config, demean=False)
+    """The config of a step outside the grouping window, where keys keep token order.
+
+    The same formats; means only where they gain something without a grouping (VCConfig.demean None).
+    """
+    return config if config.demean is False else replace(config, demean=None)

@@ -13,7 +13,7 @@ from .benchmark_peers import PEERS
 from .config import VCConfig
 from .cuda_builds import builds
 from .device_record import FAILED, PASSED, CardRecord, Entry, Speed, known, record_of
-from .dispatch import on_device
+from .dispatch import on_device, plain
 from .operands import AttentionProblem
 from .registry import KERNELS, KernelSpec, choose_kernel, match
 from .selftest import CASES, Case, refusal, self_test, steps_of
@@ -168,7 +168,7 @@ def time_kernel(spec, device, lengths, advance, heads: int = TIMED_HEADS) -> lis
 
 
 def _speed(spec, device, shape) -> Speed:
-    config = replace(config_for(spec), demean=False)  # as most steps run
+    config = plain(config_for(spec))  # as most steps run
     q, k, v = make_inputs(shape, "gauss", torch.bfloat16, device)
     recipe = match(spec, AttentionProblem.of(q, k, v, config)).recipe
     stages = spec.load()

@@ -173,7 +173,7 @@ class Run(Shared):
         return self.plan
 
     def config(self):
-        """Values are demeaned inside the grouping window; a hybrid run takes 4 bits in its middle only."""
+        """Grouped or plain, by the window; a hybrid run takes 4 bits in its middle only."""
         at_edge = self.settings.hybrid and not (self.plan and self.plan.four_bit)
         config = self.settings.edge_config if at_edge else self.settings.config
         return config if self.plan and self.plan.grouping else plain(config)

@@ -22,7 +22,7 @@ class StepPlan:
     step: int  # index into this sampler call's schedule
     sigma: float
     active: bool  # inside start_percent..end_percent; outside, attention stays exact
-    grouping: bool  # inside the grouping window: values are grouped and demeaned
+    grouping: bool  # inside the grouping window
     four_bit: bool = False  # in the middle of the denoising, where 4 bits are enough
 
 

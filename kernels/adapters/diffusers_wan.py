@@ -10,10 +10,9 @@ A pipeline with two transformers (Wan 2.2) is patched twice, with its one schedu
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 from ..config import VCConfig
-from ..dispatch import group_tokens, vc_attention
+from ..dispatch import group_tokens, plain, vc_attention
 from ..operands import AttentionProblem
 from ..registry import choose_kernel
 
@@ -114,7 +113,7 @@ class VCAttnProcessor:
         q, k = attn.norm_q(q).to(v.dtype), attn.norm_k(k).to(v.dtype)
         q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
         grouping = patch.grouping_of(self.block, v)
-        config = patch.config if patch.grouped else replace(patch.config, demean=False)
+        config = patch.config if patch.grouped else plain(patch.config)
         out = vc_attention(q, k, v, config, grouping=grouping, rope=rope, kernel=choice.kernel.name)
         return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
 

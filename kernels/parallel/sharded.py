@@ -1,9 +1,7 @@
 """VC-Attention between an engine's exchanges: on the heads or on the keys that one rank holds."""
 
-from dataclasses import replace
-
 from ..config import VCConfig
-from ..dispatch import group_tokens, vc_attention
+from ..dispatch import group_tokens, plain, vc_attention
 
 
 class ShardedAttention:
@@ -25,7 +23,7 @@ class ShardedAttention:
         """Announce a forward of the model.
 
         step: denoising step, which tells how old an order is. grouped: whether it lies in the grouping
-        window; afterwards values are neither grouped nor demeaned, and the orders are freed. branch: tells
+        window; afterwards values keep token order (dispatch.plain), and the orders are freed. branch: tells
         the forwards of one step apart (the two halves of guidance), because their values differ.
         """
         another_clip = self.step is not None and step < self.step
@@ -42,7 +40,7 @@ class ShardedAttention:
         self.calls += 1
         config = self.config
         if self.step is not None and not self.grouped:
-            config = replace(config, demean=False)
+            config = plain(config)
         grouping = None if keys_split else self._grouping(q, v, key_mask)
         return vc_attention(
             q, k, v, config,

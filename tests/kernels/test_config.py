@@ -42,6 +42,15 @@ def test_a_kernel_chosen_by_name_does_not_override_an_explicit_choice():
     assert resolve_recipe(VCConfig(expcast="off"), ("int8_fp8",), FAST, exact=True) is None
 
 
+@pytest.mark.parametrize("numerics", ALL)
+def test_means_left_open_are_for_int8_values(numerics):
+    """Also where the kernel's numerics decide what the values are."""
+    precision = "4-bit" if numerics == "nvfp4" else "8-bit"
+    for demean, expected in ((None, numerics == "int8_int8"), (True, True), (False, False)):
+        recipe = resolve_recipe(VCConfig(precision, demean=demean), (numerics,), None, exact=True)
+        assert (recipe.numerics, recipe.demean) == (numerics, expected)
+
+
 def test_4_bit_does_not_rotate_unless_asked():
     recipe = resolve_recipe(VCConfig("4-bit"), ALL, OTHER, False)
     assert recipe == Recipe("nvfp4", smooth_q=True)
@@ -62,7 +71,7 @@ def test_4_bit_does_not_rotate_unless_asked():
         ({"clusters": 0}, "clusters must be 1 to 256, got 0"),
         ({"clusters": 12.5}, "clusters must be 1 to 256, got 12.5"),
         ({"clusters": "8"}, "clusters must be 1 to 256, got '8'"),
-        ({"demean": "no"}, r"demean must be one of \(True, False\), got 'no'"),
+        ({"demean": "no"}, r"demean must be one of \(None, True, False\), got 'no'"),
         ({"rotate_qk": "auto"}, r"rotate_qk must be one of \(None, True, False\), got 'auto'"),
     ],
 )

@@ -1,6 +1,7 @@
 """vc_attention, group_tokens and merge_attention: masks, refusals, custom ops, merging."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -141,8 +142,25 @@ def test_softmax_scale_and_rope():
     assert relative_l2(out, exact) < 0.05
 
 
-def test_plain_drops_the_means_only():
-    assert plain(VCConfig(clusters=9)) == VCConfig(clusters=9, demean=False)
+def test_plain_leaves_the_means_to_the_values_format():
+    assert plain(VCConfig(clusters=9)) == VCConfig(clusters=9, demean=None)
+    without = VCConfig(demean=False)
+    assert plain(without) == without  # who asked for none gets none
+
+
+@pytest.mark.parametrize(("value_format", "means"), [("int8", True), ("fp8", False)])
+def test_plain_steps_through_the_operator(value_format, means):
+    """INT8 values keep their tile means in token order, also behind a mask; FP8 values have none."""
+    q, k, v = sample_qkv("clustered", (1, 2, 70, 64), keys=300)
+    config, mask = VCConfig(value_format=value_format), torch.arange(300)[None] != 7
+    for key_mask in (None, mask):
+        call = {"key_mask": key_mask, "kernel": "reference"}
+        outs = {
+            demean: vc_attention(q, k, v, dataclasses.replace(config, demean=demean), **call)
+            for demean in (True, False)
+        }
+        out = vc_attention(q, k, v, plain(config), **call)
+        assert torch.equal(out, outs[means]) and not torch.equal(out, outs[not means])
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

@@ -1,9 +1,9 @@
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, attend_call, group_tokens, prepare_call, vc_attention
+from comfyui_vc_attention.kernels.dispatch import plain
 from comfyui_vc_attention.nodes import head_groups
 from comfyui_vc_attention.nodes.head_groups import FEWEST, attend_by_heads, free_memory, groups_needed
 
@@ -27,7 +27,7 @@ def test_the_same_as_all_heads_at_once(config, groups, monkeypatch):
     """Operands to the bit; of the output, a CPU's BLAS may round the last bit of a sum otherwise."""
     q, k, v = tensors()
     grouping = group_tokens(v, 4)
-    for settings, order in ((config, grouping), (replace(config, demean=False), None)):
+    for settings, order in ((config, grouping), (plain(config), None)):
         call = {"grouping": order, "kernel": "reference"}
         whole, attend = prepare_call(q, k, v, settings, **call), Attend()
         monkeypatch.setattr(head_groups, "attend_call", attend)

@@ -1,10 +1,12 @@
 """4 bits in the middle of the schedule, 8 at its ends: what runs, and what the report says of it."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, choose_kernel
+from comfyui_vc_attention.kernels.prepare import reference
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2
 from comfyui_vc_attention.nodes import patch_node
 from comfyui_vc_attention.nodes.families import family_of
@@ -47,6 +49,30 @@ def test_8_bit_ends_and_a_4_bit_middle(make_model, simple_sigmas):
     told = "4 bits in 12 of 20 steps, 8 bits in the first and the last ones"
     assert told in report.summary() and told in report_text([report])
     assert len(report.grouped_steps) == 5  # the window and the precision are apart
+
+
+@pytest.mark.parametrize(
+    ("config", "means"),
+    [
+        (VCConfig("8-bit", value_format="int8"), set(range(20))),
+        (VCConfig("8-bit", value_format="fp8"), set(range(5))),
+        (VCConfig("8-bit", expcast="on"), set(range(5))),
+        (VCConfig("4-bit"), {*range(5), *range(16, 20)}),  # the last steps are of int8_int8
+    ],
+    ids=["int8", "fp8", "expcast", "hybrid"],
+)
+def test_after_the_window_only_int8_has_means(make_model, simple_sigmas, monkeypatch, config, means):
+    prepare, calls = reference.prepare, []
+
+    def recorded(q, k, v, recipe, *, order, **options):
+        calls.append((order is not None, recipe.demean))
+        return prepare(q, k, v, recipe, order=order, **options)
+
+    monkeypatch.setattr(reference, "prepare", recorded)
+    chosen = replace(settings(), config=replace(config, clusters=2))
+    report, _ = sampled(make_model, simple_sigmas(20), chosen)
+    assert calls == [(step < 5, step in means) for step in range(20)]
+    assert report.grouped_steps == set(range(5))  # token order is no grouping
 
 
 def test_few_steps_all_run_at_8_bits_and_the_report_says_so(make_model, simple_sigmas):

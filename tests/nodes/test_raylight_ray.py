@@ -7,11 +7,11 @@ and everything of the pack inside them are real.
 import os
 import sys
 import textwrap
-from dataclasses import replace
 
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
+from comfyui_vc_attention.kernels.dispatch import plain
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 from comfyui_vc_attention.nodes import raylight_node
 from comfyui_vc_attention.nodes.raylight_node import VCAttentionPatchRaylight, VCAttentionReportRaylight
@@ -117,7 +117,7 @@ def test_slot_of_real_ray_actors_gives_what_one_process_gives(load, sample, qkv,
     q, k, v = (x.transpose(1, 2) for x in qkv)
     config = VCConfig(clusters=4)
     first = vc_attention(q, k, v, config, grouping=group_tokens(v, 4), kernel="reference")
-    later = vc_attention(q, k, v, replace(config, demean=False), kernel="reference")
+    later = vc_attention(q, k, v, plain(config), kernel="reference")
     assert dense_calls == (0, 0)
     for out, one in zip(outs, (first, first, later, later), strict=True):
         assert relative_l2(out.transpose(1, 2), one) < 1e-6

@@ -1,5 +1,6 @@
 import torch
 from comfyui_vc_attention.kernels import AttentionProblem, VCConfig, group_tokens
+from comfyui_vc_attention.kernels.dispatch import plain
 from comfyui_vc_attention.nodes import run_state
 from comfyui_vc_attention.nodes.families import FAMILIES, Layer
 from comfyui_vc_attention.nodes.patch_settings import PatchSettings
@@ -102,9 +103,9 @@ def test_run_frees_its_orders_when_the_window_closes():
     run.begin_evaluation(1.0)
     grouped(run.store, values(1), ["cond"])
     run.begin_evaluation(0.9)
-    assert len(run.store) == 1 and run.config().demean
+    assert len(run.store) == 1 and run.config() == run.settings.config
     run.begin_evaluation(0.6)
-    assert len(run.store) == 0 and not run.config().demean
+    assert len(run.store) == 0 and run.config() == plain(run.settings.config)
 
 
 def test_closing_a_run_frees_everything():

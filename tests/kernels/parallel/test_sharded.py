@@ -1,10 +1,12 @@
 """Every engine with two processes on a CPU, and the state that its calls share."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
+from comfyui_vc_attention.kernels.dispatch import plain
 from comfyui_vc_attention.kernels.parallel.sharded import ShardedAttention, refuse
 from comfyui_vc_attention.kernels.testing import energy_removed, exact_attention, relative_l2, sample_qkv
 
@@ -22,8 +24,8 @@ def test_ulysses_finds_the_order_of_one_process(outcome):
 def test_ulysses_equals_one_process(outcome):
     grouped = outcome.one_process(grouping=outcome.grouping)
     assert relative_l2(outcome.output("ulysses"), grouped) < 1e-6
-    plain = outcome.one_process(config=VCConfig(demean=False))
-    assert relative_l2(outcome.output("ulysses after the window"), plain) < 1e-6
+    later = outcome.one_process(config=plain(outcome.config))
+    assert relative_l2(outcome.output("ulysses after the window"), later) < 1e-6
 
 
 def test_ring_stays_within_the_merge_bound(outcome):
@@ -107,6 +109,17 @@ def test_orders_last_four_steps_and_go_after_the_window(sharded, qkv):
         sharded.attend(*qkv)
         made_in.append({made for made, _ in sharded.groupings.values()})
     assert made_in == [{0}] * 4 + [{4}] * 2 + [set()] * 4
+
+
+@pytest.mark.parametrize(("value_format", "means"), [("int8", True), ("fp8", False)])
+@pytest.mark.parametrize("keys_split", [False, True])
+def test_after_the_window_int8_values_keep_their_means(qkv, value_format, means, keys_split):
+    config = VCConfig(value_format=value_format, clusters=4)
+    sharded = ShardedAttention(config, kernel="reference")
+    sharded.begin_forward(5, grouped=False)
+    made = sharded.attend(*qkv, keys_split=keys_split, return_lse=True)
+    alone = vc_attention(*qkv, replace(config, demean=means), kernel="reference", return_lse=True)
+    assert all(one.equal(other) for one, other in zip(made, alone, strict=True))
 
 
 def test_layers_and_halves_of_guidance_have_their_own_orders(sharded, qkv):
