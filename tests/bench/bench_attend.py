@@ -8,9 +8,9 @@ Prints Markdown tables. Inputs are N(0, 1) with a constant offset per K channel.
 kernel on prepared operands, "call" is everything from bf16 tensors with the token order at hand. Each is
 timed alone, back to back, and so is cuDNN; "taking turns" is the ratio when they alternate, call by call: a
 card at its power limit then gives each the clock that the others left it.
---all: the named kernels, or every Hopper kernel, with and without means, and errors on five kinds of tensors
-beside comfy-kitchen's INT8 attention (where installed); of the first one also its speed beside comfy-kitchen,
-rising maxima, a whole schedule, rotary embedding; 64 channels.
+--all: the named kernels, or every Hopper kernel, in the window and after it, and errors on five kinds of
+tensors beside comfy-kitchen's INT8 attention (where installed); of the first one also its speed beside
+comfy-kitchen, rising maxima, a whole schedule, rotary embedding; 64 channels.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import conftest  # noqa: F401, gives the checkout its import name
 from comfyui_vc_attention.kernels import AttentionProblem, VCConfig, choose_kernel, group_tokens
-from comfyui_vc_attention.kernels.dispatch import attend_call, prepare_call
+from comfyui_vc_attention.kernels.dispatch import attend_call, plain, prepare_call
 from comfyui_vc_attention.kernels.group import reference as group_reference
 from comfyui_vc_attention.kernels.operands import TokenGrouping
 from comfyui_vc_attention.kernels.testing import energy_removed, relative_l2, sample_qkv
@@ -36,6 +36,7 @@ from timing import alone_ms, environment, interleaved_ms, kernels_ms, peak_extra
 from tests.evidence.bounds import HARD, MARGIN, bound
 
 MEANS, PLAIN = "means, order", "plain"
+CONFIGS = {MEANS: VCConfig(), PLAIN: plain(VCConfig())}
 RECIPES = {"int8_fp8": "int8_fp8 + ExpCast", "fp8_fp8": "fp8_fp8 + ExpCast", "int8_int8": "int8_int8"}
 CHECKED_ROWS = 512
 HOPPER = ["cuda_int8_fp8_sm90", "cuda_fp8_fp8_sm90", "cuda_int8_int8_sm90"]
@@ -169,7 +170,7 @@ def bench_rising(kernel, q, k, v, bases):
     """{condition: text} of row maxima that keep rising along the keys; bases: the rows to compare with."""
     q, k = rising(q, k)
     cudnn_ms, found = alone_ms(lambda: cudnn(q, k, v)), {}
-    for base, config in zip(bases, (VCConfig(), VCConfig(demean=False)), strict=True):
+    for base, config in zip(bases, CONFIGS.values(), strict=True):
         prepared = prepare_call(q, k, v, config, kernel=kernel)
         # scores spread further: the reference has 1.35 times its usual error in int8_int8
         error = check_error(kernel, attend_call(prepared)[0], q, k, v, HARD)
@@ -184,7 +185,7 @@ def bench_rising(kernel, q, k, v, bases):
 def bench_beside_peer(kernel, q, k, v, rows, peer_ms, rounds):
     """{condition: text}: our whole call over the peer's, alone and taking turns. rows: of means, of plain."""
     order = torch.rand(v.shape[:3], device="cuda").argsort(-1).int()
-    cases = {MEANS: (VCConfig(), TokenGrouping(order, None)), PLAIN: (VCConfig(demean=False), None)}
+    cases = {MEANS: (CONFIGS[MEANS], TokenGrouping(order, None)), PLAIN: (CONFIGS[PLAIN], None)}
     calls = {PEER: lambda: peer().attend(q, k, v)}
     for what, (config, grouping) in cases.items():
         calls[what] = lambda config=config, grouping=grouping: attend_call(
@@ -234,8 +235,8 @@ def bench_lengths(options):
         order = torch.rand(1, options.heads, length, device="cuda").argsort(-1).int()
         cudnn_ms = alone_ms(lambda q=q, k=k, v=v: cudnn(q, k, v))
         for kernel in options.kernels:
-            cases = [(VCConfig(), TokenGrouping(order, None), MEANS)]
-            cases += [(VCConfig(demean=False), None, PLAIN)] * options.plain
+            cases = [(CONFIGS[MEANS], TokenGrouping(order, None), MEANS)]
+            cases += [(CONFIGS[PLAIN], None, PLAIN)] * options.plain
             for config, grouping, label in cases:
                 rows.append(bench_kernel(kernel, q, k, v, config, grouping, label, cudnn_ms, options.rounds))
                 print(markdown(rows[-1:]).splitlines()[-1], flush=True)
@@ -264,7 +265,7 @@ def main():
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 75600])
     parser.add_argument("--heads", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=4, help="turns of each where they take turns")
-    parser.add_argument("--plain", action="store_true", help="also without means, as after the window")
+    parser.add_argument("--plain", action="store_true", help="also as after the window: in token order")
     parser.add_argument(
         "--all", action="store_true", help="every condition, beside comfy-kitchen; Hopper's if none is named"
     )

@@ -4,7 +4,7 @@ import math
 
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens
-from comfyui_vc_attention.kernels.dispatch import attend_call, prepare_call
+from comfyui_vc_attention.kernels.dispatch import attend_call, plain, prepare_call
 from timing import alone_ms
 
 STEPS, WINDOW_STEPS, REGROUP = 40, 10, 4  # window of 25%
@@ -35,17 +35,18 @@ def by_parts(ms):
 
     ms: "cold", "warm" and, each with ", means" and ", plain", "kernel" and "prepare".
     """
-    plain = STEPS - WINDOW_STEPS
-    kernels = WINDOW_STEPS * ms["kernel, means"] + plain * ms["kernel, plain"]
+    later = STEPS - WINDOW_STEPS
+    kernels = WINDOW_STEPS * ms["kernel, means"] + later * ms["kernel, plain"]
     warm = math.ceil(WINDOW_STEPS / REGROUP) - 1
     rest = ms["cold"] + warm * ms["warm"]
-    rest += WINDOW_STEPS * ms["prepare, means"] + plain * ms["prepare, plain"]
+    rest += WINDOW_STEPS * ms["prepare, means"] + later * ms["prepare, plain"]
     return kernels / (kernels + rest)
 
 
 def whole_schedule(kernel, q, k, v, clusters=128):
     """(milliseconds of 40 steps from bf16 tensors, of the attention kernels in them), measured in one go."""
-    means, plain = VCConfig(), VCConfig(demean=False)
+    window = VCConfig()
+    later = plain(window)
 
     def timed(steps):
         begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
@@ -61,16 +62,16 @@ def whole_schedule(kernel, q, k, v, clusters=128):
             if step < WINDOW_STEPS and step % REGROUP == 0:
                 grouping = group_tokens(v, clusters, grouping)
             inside = step < WINDOW_STEPS
-            config = means if inside else plain
+            config = window if inside else later
             attend_call(prepare_call(q, k, v, config, grouping=grouping if inside else None, kernel=kernel))
 
     grouping = group_tokens(v, clusters)
-    with_means = prepare_call(q, k, v, means, grouping=grouping, kernel=kernel)
-    without = prepare_call(q, k, v, plain, kernel=kernel)
+    in_window = prepare_call(q, k, v, window, grouping=grouping, kernel=kernel)
+    after_it = prepare_call(q, k, v, later, kernel=kernel)
 
     def kernels():
         for step in range(STEPS):
-            attend_call(with_means if step < WINDOW_STEPS else without)
+            attend_call(in_window if step < WINDOW_STEPS else after_it)
 
     kernels_once = timed(kernels)
     whole = timed(calls)

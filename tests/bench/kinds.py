@@ -23,7 +23,7 @@ def bench_peer(q, k, v):
 
 
 def errors_by_kind(kernels, dtype, clusters=128):
-    """{method: {kind: relative L2 against float32 attention}}; grouped means, and "plain" without means.
+    """{method: {kind: relative L2 against float32 attention}}; grouped means, and "no means".
 
     The rounding of the output is in every error: about 0.0017 in bf16, 0.0002 in fp16. Where values are
     smooth that is most of an INT8 kernel's error in bf16; the ratio of two kernels is theirs only in fp16.
@@ -41,7 +41,7 @@ def errors_by_kind(kernels, dtype, clusters=128):
         grouping = group_tokens(v, clusters)
         for kernel in kernels:
             add(kernel, vc_attention(q, k, v, VCConfig(), grouping=grouping, kernel=kernel))
-            add(f"{kernel}, plain", vc_attention(q, k, v, VCConfig(demean=False), kernel=kernel))
+            add(f"{kernel}, no means", vc_attention(q, k, v, VCConfig(demean=False), kernel=kernel))
     return found
 
 
