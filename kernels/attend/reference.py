@@ -67,7 +67,7 @@ def scores(operands: VCOperands, j: int, dtype=torch.float32):
         g_q, g_k, _ = operands.global_scale
         q = _from_nvfp4(q, operands.q_scale, dtype) * g_q[..., None, None].to(dtype)
         k = _from_nvfp4(k, operands.k_scale[:, :, rows], dtype) * g_k[..., None, None].to(dtype)
-        t = q @ k.transpose(-1, -2)
+        t = _products(q, k)
         if operands.q_means is not None:
             t = t + _shift(operands, rows, dtype)
     else:
@@ -83,9 +83,15 @@ def scores(operands: VCOperands, j: int, dtype=torch.float32):
     return t
 
 
+def _products(q, k):
+    """q k' of a tile. One that lacks keys is filled, since the last bit depends on a product's size."""
+    whole = torch.nn.functional.pad(k, (0, 0, 0, TILE - k.shape[2]))
+    return (q @ whole.transpose(-1, -2))[..., : k.shape[2]]
+
+
 def _shift(operands, rows, dtype):
     """N3: what the queries' block means have to do with some keys, [B, H, Lq, keys]."""
-    shift = operands.q_means.to(dtype) @ operands.k_centred[:, :, rows].to(dtype).transpose(-1, -2)
+    shift = _products(operands.q_means.to(dtype), operands.k_centred[:, :, rows].to(dtype))
     return shift.repeat_interleave(TILE, 2)[:, :, : operands.q.shape[2]]
 
 

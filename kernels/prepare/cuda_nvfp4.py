@@ -10,6 +10,7 @@ from ..attend.cuda_build import load_module, pack
 from ..config import Recipe
 from ..operands import boxed
 from .cuda_sm90 import INPUTS, _is_wide, _rope_fields, _rows, _sign_words
+from .reference import by_token
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda_nvfp4.cu"
 HEAD_DIM = 128
@@ -69,7 +70,9 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     inputs = [*_rows(q.peek()), *_rows(k.peek()), *_rows(v.peek())]
     passes = _Passes(q.peek(), k.peek(), v.peek(), rope is not None)
 
-    def job(made_q=(None, None), made_k=None, made_v=None, means=None, lse_shift=None, k_centred=None):
+    def job(
+        made_q=(None, None), made_k=None, made_v=None, means=None, lse_shift=None, k_centred=None, order=order
+    ):  # fmt: skip
         return pack(
             JOB.replace(" ", ""),
             *inputs,
@@ -85,7 +88,10 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         )  # fmt: skip
 
     # each input is given up as soon as it was read, before there is memory for the next one's codes
-    passes.statistics(job(), recipe, chunks, blocks, tables)
+    listed = order
+    if order is not None and key_count is not None:  # moments do not see how keys are grouped (N6)
+        listed = order.gather(2, by_token(order, key_count))
+    passes.statistics(job(), job(order=listed), recipe, chunks, blocks, tables)
     codes_shared = 0, FEEDBACK_BYTES
     made_k = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     k_centred = empty(tiles * formats.TILE, HEAD_DIM, dtype=torch.bfloat16) if recipe.smooth_q else None
@@ -115,15 +121,18 @@ class _Passes:
         self.all_heads = q.shape[0] * q.shape[1]
         self.of_q, self.of_k, self.of_v = (load(x.dtype, q.device, rope, _is_wide(x)) for x in (q, k, v))
 
-    def statistics(self, job, recipe, chunks, blocks, tables):
-        """Means of k and of q's blocks, then second moments of what is left and what follows (N6): tables."""
+    def statistics(self, job, listed_job, recipe, chunks, blocks, tables):
+        """Means of k and of q's blocks, then second moments of what is left and what follows (N6): tables.
+
+        listed_job: the job whose order lists the existing keys by token.
+        """
         if recipe.smooth_k:
             self.of_k.launch("sum_k", (chunks, self.all_heads), 256, job)
             self.of_k.launch("mean_k", (self.all_heads,), HEAD_DIM, job)
         if recipe.smooth_q:
             self.of_q.launch("mean_q", (blocks, self.all_heads), 512, job)
         for number, module in enumerate((self.of_q, self.of_k)):
-            module.launch("moments", (HEAD_DIM // 32, self.all_heads), 256, job, pack("i", number))
+            module.launch("moments", (HEAD_DIM // 32, self.all_heads), 256, listed_job, pack("i", number))
         self.of_k.launch("shape", (self.all_heads, 2), 512, job, shared=SHAPE_BYTES)
 
     def codes(self, module, kernel, blocks, threads, job, shared):

@@ -41,7 +41,7 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     feedback = ()
     if recipe.numerics == "nvfp4":
         rotation = formats.hadamard_matrix(q.shape[-1], work, q.device) if recipe.rotate_qk else None
-        seen = k if key_count is not None else in_token_order(k, order)
+        seen = in_token_order(k, order, key_count)
         (for_q, for_k), feedback = nvfp4_shaping.shaping(q, seen, rotation, key_count)
         q, k = q * for_q, k * for_k
     if recipe.rotate_qk:
@@ -96,11 +96,20 @@ def in_tile_order(x, order, key_count):
     return existing(x, key_count)
 
 
-def in_token_order(x, order):
-    """What in_tile_order made, undone; order a permutation or None."""
+def in_token_order(x, order, key_count=None):
+    """What in_tile_order made, undone: existing rows in the order of their tokens, absent ones after them."""
     if order is None:
         return x
-    return torch.empty_like(x).scatter(2, order.long()[..., None].expand_as(x), x)
+    return x.gather(2, by_token(order, key_count)[..., None].expand_as(x))
+
+
+def by_token(order, key_count=None):
+    """Places of an order's entries, smallest token first, those that do not exist last: int64 [B, H, Lk]."""
+    if key_count is not None:
+        order = torch.where(
+            exists_mask(order.shape[2], key_count, order.device)[..., 0], order, order.shape[2]
+        )
+    return order.argsort(dim=-1, stable=True)
 
 
 def key_mean(k, key_count=None):
