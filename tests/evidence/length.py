@@ -63,7 +63,7 @@ def kernels_for(q, k, v):
 
 
 def measure(table, tokens, heads, layout, device, only=None):
-    """Add the rows of one size: each kernel without means, and grouped with means."""
+    """Add the rows of one size: each kernel as outside the grouping window, and grouped with means."""
     q, k, v = inputs(tokens, heads, layout, device)
     expected, grouping = Expected(q, k, v), group_tokens(v, 128)
     for spec, config in kernels_for(q, k, v):

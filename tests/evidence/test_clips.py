@@ -99,6 +99,9 @@ def test_tables_of_a_run(model, monkeypatch):
     tables, data = clips.run(torch.device("cpu"), steps=1)
     assert [len(table.rows) for table in tables] == [1, 1]
     assert data["steps"] == 1 and "1 clips" in tables[0].question
+    before = ["PyTorch, 16 bit", "torch", *[None] * 5]
+    again, _ = clips.run(torch.device("cpu"), steps=1, earlier={"Clips by method": [before]})
+    assert again[0].rows == [before] and len(again[1].rows) == 1
 
 
 def test_rows_cover_the_recipes_and_the_papers_ablation():

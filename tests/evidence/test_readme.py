@@ -11,9 +11,9 @@ def text(pack_root):
     return " ".join((pack_root / "README.md").read_text(encoding="utf-8").split())
 
 
-@pytest.mark.skipif(not (bounds.TABLES / "speed.json").exists(), reason="no speed table yet")
-def test_speed_is_that_of_the_table(text):
-    missing = [line for line in [*readme.speed_lines(), *readme.shape_sentences()] if line not in text]
+def test_speed_and_clips_are_those_of_the_tables(text):
+    lines = [*readme.speed_lines(), *readme.shape_sentences(), readme.clip_sentence()]
+    missing = [line for line in lines if line not in text]
     assert not missing, "python tests/evidence readme prints the lines"
 
 
@@ -21,8 +21,7 @@ def test_other_ratios_are_in_the_notes(text, pack_root):
     """What whole models and several cards give was measured apart."""
     places = ("tests/bench/NOTES.md", "kernels/parallel/README.md")
     notes = " ".join((pack_root / place).read_text(encoding="utf-8") for place in places)
-    if (bounds.TABLES / "speed.json").exists():
-        notes += " ".join(readme.speed_lines())
+    notes += " ".join(readme.speed_lines() + readme.shape_sentences())
     ratios = set(re.findall(r"\d+\.\d\d(?=x)", text))
     assert len(ratios) > 5 and not {ratio for ratio in ratios if ratio not in notes}
 

@@ -257,7 +257,7 @@ def test_blocks_that_take_turns_are_equal(recipe):
 
 @every_recipe
 def test_long_calls_repeat(recipe):
-    """Bits that depend on when a copy lands differ once in millions of tiles: only so long a call shows them."""
+    """Bits that depend on when a copy lands differ once in millions of tiles: short calls hide it."""
     if torch.cuda.mem_get_info()[0] < 12e9:
         pytest.skip("needs 12 GB of free GPU memory")
     q, k, v, order = many_blocks(40, 75_600)
