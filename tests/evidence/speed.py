@@ -106,7 +106,7 @@ class Shape:
         return self.row("cuDNN bf16", ms, None, self.cudnn(), self.cudnn, self.peak_rate(16))
 
     def kernel_row(self, spec, config):
-        """A kernel on operands at hand and from bf16 tensors, as outside the grouping window and inside it."""
+        """A kernel on operands at hand and from bf16 tensors, as outside the window and inside it."""
         from bench.timing import interleaved_ms
 
         q, k, v = self.qkv
