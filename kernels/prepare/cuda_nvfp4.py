@@ -63,23 +63,20 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
     order = None if order is None else order.contiguous()
     partial, k_mean = empty(chunks, HEAD_DIM), empty(HEAD_DIM)
     amax = torch.zeros(3, batch, heads, device=device)
-    # of N6: second moments, balance, feedback, each of q and k
-    tables = [torch.empty(2, batch, heads, *shape, device=device) for shape in SHAPING]
+    tables = [torch.empty(2, batch, heads, *shape, device=device) for shape in SHAPING]  # of q, of k
     q_means = empty(blocks, HEAD_DIM) if recipe.smooth_q else None
     rope_fields, rope_tables = _rope_fields(rope)
     inputs = [*_rows(q.peek()), *_rows(k.peek()), *_rows(v.peek())]
     passes = _Passes(q.peek(), k.peek(), v.peek(), rope is not None)
 
-    def job(
-        made_q=(None, None), made_k=None, made_v=None, means=None, lse_shift=None, k_centred=None, order=order
-    ):  # fmt: skip
+    def job(made_q=(None, None), made_k=None, made_v=None, means=None, shift=None, centred=None, order=order):
         return pack(
             JOB.replace(" ", ""),
             *inputs,
             *rope_fields,
             order, key_count,
             partial, k_mean, amax,
-            *made_q, made_k, made_v, means, lse_shift, q_means, k_centred,
+            *made_q, made_k, made_v, means, shift, q_means, centred,
             *tables,
             queries, keys,
             heads, tiles, blocks, chunks,
@@ -88,18 +85,16 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         )  # fmt: skip
 
     # each input is given up as soon as it was read, before there is memory for the next one's codes
-    listed = order
-    if order is not None and key_count is not None:  # moments do not see how keys are grouped (N6)
-        listed = order.gather(2, by_token(order, key_count))
+    listed = _listed_by_token(order, key_count)
     passes.statistics(job(), job(order=listed), recipe, chunks, blocks, tables)
     codes_shared = 0, FEEDBACK_BYTES
     made_k = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     k_centred = empty(tiles * formats.TILE, HEAD_DIM, dtype=torch.bfloat16) if recipe.smooth_q else None
-    passes.codes(passes.of_k, "codes_k", tiles, 512, job(made_k=made_k, k_centred=k_centred), codes_shared)
+    passes.codes(passes.of_k, "codes_k", tiles, 512, job(made_k=made_k, centred=k_centred), codes_shared)
     k.take()
     made_q = empty(blocks * 8, 32, 8, dtype=torch.int32), empty(blocks * 8, 32, dtype=torch.int32)
     lse_shift = empty(queries) if want_lse else None
-    passes.codes(passes.of_q, "codes_q", blocks, 512, job(made_q=made_q, lse_shift=lse_shift), codes_shared)
+    passes.codes(passes.of_q, "codes_q", blocks, 512, job(made_q=made_q, shift=lse_shift), codes_shared)
     q.take()
     made_v = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     mean_dtype = torch.float16 if v_dtype == torch.float16 else torch.bfloat16
@@ -112,6 +107,13 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
         recipe, (batch, heads, queries, keys), *made_q, made_k, made_v, means, amax, q_means, k_centred,
         key_count, lse_shift, softmax_scale * formats.LOG2E, out_dtype,
     )  # fmt: skip
+
+
+def _listed_by_token(order, key_count):
+    """The order with the keys that exist by token: moments do not see how keys are grouped (N6)."""
+    if order is None or key_count is None:
+        return order
+    return order.gather(2, by_token(order, key_count))
 
 
 class _Passes:
