@@ -10,6 +10,7 @@
 // Bound by: q and k by the sequence of 128 roundings of a row; v by memory traffic, two reads.
 #define USE_TENSOR_ROTATION 0
 #include "nvfp4_shaping.cuh"
+#include "tiles.cuh"
 
 constexpr int CHUNK = 1024;  // keys whose sums one block takes
 constexpr int ROWS = 128;    // rows of a block of queries or keys, four lanes each
@@ -40,12 +41,6 @@ struct Job {
   int rotate, smooth_k, demean;
 };
 static_assert(sizeof(Job) == 320, "JOB of ../cuda_nvfp4.py packs it");
-
-DEVICE int count_of(const Job& job, int batch) {
-  return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
-}
-// Token of entry i of a head's order
-DEVICE i64 token_at(const Job& job, int bh, i64 i) { return job.order ? __ldg(job.order + bh * job.keys + i) : i; }
 
 // Sum of each channel over the rows of the block's quads, in a fixed order, into row[128]. N: warps of the block
 template <int N>
@@ -170,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(512) shape(const __grid_constant__ 
 DEVICE void raise_amax(const float (&x)[32], float* amax) {
   float most = 0.f;
 #pragma unroll
-  for (int i = 0; i < 32; i++) most = larger_or_nan(most, fabsf(x[i]));
+  for (int i = 0; i < 32; i++) most = max_nan(most, fabsf(x[i]));
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) most = larger_or_nan(most, __shfl_xor_sync(~0u, most, step));
+  for (int step = 1; step < 32; step *= 2) most = max_nan(most, __shfl_xor_sync(~0u, most, step));
   if ((threadIdx.x & 31) == 0) atomicMax((int*)amax, __float_as_int(most));
 }
 
@@ -258,10 +253,6 @@ extern "C" __global__ void __launch_bounds__(512) codes_k(const __grid_constant_
   if (lane == 0) *packed = make_uint2(scales[0], scales[1]);
 }
 
-template <typename T>
-struct __align__(2 * sizeof(T)) Pair {
-  u32 words[sizeof(T) / 2];
-};
 constexpr bool MEAN_F16 = is_fp16<INPUT>::value;
 // A channel's residuals of 32 keys, x minus the stored mean; absent keys 0
 DEVICE void residuals(float (&x)[32], float mean, int keys) {
@@ -299,7 +290,7 @@ DEVICE u32 pack_means(float x, float y) { return MEAN_F16 ? pack_f16(x, y) : pac
 // blockIdx: tile, B H; 256 threads. A thread holds channels c and c + 1 of keys 32 a to 32 a + 31.
 extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant__ Job job, int pass) {
   extern __shared__ __align__(16) char memory[];
-  Pair<INPUT>* pairs = (Pair<INPUT>*)memory;  // [128 keys][64], a row of group a turned by 8 a: no bank conflict
+  Pair<INPUT>* pairs = (Pair<INPUT>*)memory;
   const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
   const int a = threadIdx.x & 3, pair = threadIdx.x / 4, c = 2 * pair;
   const i64 first = (i64)blockIdx.x * TILE, index = (i64)bh * job.tiles + blockIdx.x;
@@ -310,20 +301,11 @@ extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant_
     const int key = 16 * n + threadIdx.x / 16;
     const i64 token = token_at(job, bh, first + min(key, count - 1));
     Eight<INPUT> loaded = load_eight(row_of<INPUT>(job.v, batch, head, token) + threadIdx.x % 16 * 8);
-    // absent keys are zero for the sum
-    if (key >= count)
-#pragma unroll
-      for (u32& word : loaded.words) word = 0;
-    *(Eight<INPUT>*)(pairs + key * 64 + (threadIdx.x % 16 * 4 + 8 * (key / 32)) % 64) = loaded;
+    put_row(pairs, key, count, loaded);
   }
   __syncthreads();
-  float x[32], y[32], sum_x = 0.f, sum_y = 0.f;
-#pragma unroll
-  for (int k = 0; k < 32; k++) {
-    const Pair<INPUT> p = pairs[(32 * a + k) * 64 + (pair + 8 * a) % 64];
-    sum_x += x[k] = element<INPUT>(p.words, 0);
-    sum_y += y[k] = element<INPUT>(p.words, 1);
-  }
+  float x[32], y[32], sum_x, sum_y;
+  take_channels(pairs, x, y, sum_x, sum_y);
   float mx = 0.f, my = 0.f;
   if (job.demean) {
     const u32 rounded = pack_means(quad_total(sum_x) / (float)count, quad_total(sum_y) / (float)count);
@@ -345,6 +327,5 @@ extern "C" __global__ void __launch_bounds__(256) codes_v(const __grid_constant_
   if (job.demean && a == 0)
     ((u32*)job.means)[index * 64 + pair] = pack_means(mx + left_x / (float)count, my + left_y / (float)count);
   __syncthreads();
-  uint4* out = (uint4*)(job.v_record + index * TILE_RECORD);
-  for (int i = threadIdx.x; i < TILE_RECORD / 16; i += 256) out[i] = ((const uint4*)memory)[i];
+  write_record<TILE_RECORD>(job.v_record + index * TILE_RECORD, memory);
 }

@@ -9,7 +9,7 @@
 // Absent keys of a last tile: the K image repeats the last real key (their scores change no maximum), the V image has
 // zero codes and zero ones (they add nothing).
 // Bound by: memory traffic; one read and one write per operand, and one more read of k and v for their statistics.
-#include "rows.cuh"
+#include "tiles.cuh"
 
 constexpr int SCALES = USE_INT8_VALUES ? 8 : 4;  // of a K tile
 constexpr int KEY_RECORD = 16384 + 4 * SCALES;
@@ -42,13 +42,6 @@ struct Job {
 };
 static_assert(sizeof(Job) == 304, "JOB of ../cuda_sm90.py packs it");
 
-DEVICE int count_of(const Job& job, int batch) {
-  return job.key_count ? __ldg(job.key_count + batch) : (int)job.keys;
-}
-// Token of entry i of a head's order
-DEVICE i64 token_at(const Job& job, int bh, i64 i) {
-  return job.order ? __ldg(job.order + bh * job.keys + i) : i;
-}
 // Row of the K image of key 32 a + 4 i + b of a tile
 DEVICE int image_row(int key) { return key % 32 / 4 * 16 + key % 4 / 2 * 8 + key / 32 * 2 + key % 2; }
 
@@ -270,10 +263,6 @@ DEVICE void quantize_k_by_size(const Job& job) {
   }
 }
 
-template <typename T>
-struct __align__(2 * sizeof(T)) Pair {
-  u32 words[sizeof(T) / 2];
-};
 // The lowest bytes of a word, as many as there are keys
 DEVICE u32 real_bytes(int keys) { return keys >= 4 ? ~0u : (1u << 8 * max(keys, 0)) - 1; }
 // Codes of a channel's 32 steps of one lane into its row of the image; word i of it is 4 keys from 32 a + 4 i.
@@ -299,7 +288,7 @@ DEVICE float round_bf16(float x) { return __uint_as_float(pack_bf16(0.f, x) & 0x
 template <typename T, bool INT8, bool F16>
 DEVICE void quantize_v(const Job& job) {
   extern __shared__ char memory[];
-  Pair<T>* pairs = (Pair<T>*)memory;  // [128 keys][64], a row of group a turned by 8 a: no bank conflict either way
+  Pair<T>* pairs = (Pair<T>*)memory;
   const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
   const int a = threadIdx.x & 3, pair = threadIdx.x / 4, c = 2 * pair;
   const i64 first = (i64)blockIdx.x * TILE, index = (i64)bh * job.tiles + blockIdx.x;
@@ -321,22 +310,10 @@ DEVICE void quantize_v(const Job& job) {
     loaded[n] = load_eight(row_of<T>(job.v, batch, head, token) + threadIdx.x % 16 * 8);
   }
 #pragma unroll
-  for (int n = 0; n < 8; n++) {
-    const int key = 16 * n + threadIdx.x / 16;
-    // absent keys are zero for the sum
-    if (key >= count)
-#pragma unroll
-      for (u32& word : loaded[n].words) word = 0;
-    *(Eight<T>*)(pairs + key * 64 + (threadIdx.x % 16 * 4 + 8 * (key / 32)) % 64) = loaded[n];
-  }
+  for (int n = 0; n < 8; n++) put_row(pairs, 16 * n + threadIdx.x / 16, count, loaded[n]);
   __syncthreads();
-  float x[32], y[32], sum_x = 0.f, sum_y = 0.f;
-#pragma unroll
-  for (int k = 0; k < 32; k++) {
-    const Pair<T> p = pairs[(32 * a + k) * 64 + (pair + 8 * a) % 64];
-    sum_x += x[k] = element<T>(p.words, 0);
-    sum_y += y[k] = element<T>(p.words, 1);
-  }
+  float x[32], y[32], sum_x, sum_y;
+  take_channels(pairs, x, y, sum_x, sum_y);
   float sx = 1.f, sy = 1.f, mx = 0.f, my = 0.f;
   if (!INT8) sx = __ldg(job.v_scale + bh * HEAD_DIM + c), sy = __ldg(job.v_scale + bh * HEAD_DIM + c + 1);
   if (job.demean) {
@@ -378,8 +355,7 @@ DEVICE void quantize_v(const Job& job) {
   store_channel<INT8>(image, c + 1, a, count, y);
   __syncthreads();
   constexpr int RECORD = 16384 + (INT8 ? 512 : 1024);
-  uint4* out = (uint4*)(job.v_image + index * RECORD);
-  for (int i = threadIdx.x; i < RECORD / 16; i += 256) out[i] = ((const uint4*)image)[i];
+  write_record<RECORD>(job.v_image + index * RECORD, image);
 }
 
 // Switches: INPUT (Bf16, Fp16 or float), USE_INT8_QK, USE_INT8_VALUES, USE_ROPE, USE_WIDE (16-byte rows),

@@ -103,12 +103,6 @@ DEVICE void scale_channels(float (&x)[32], const float* row, int lane) {
 
 // The two scales of N2 for 16 numbers whose largest magnitude is amax: it becomes a 6, or a 4. byte 0 and 1
 DEVICE u32 microscales(float amax, float g) { return pack_ue4m3(amax / (6.f * g), amax / (4.f * g), 0.f, 0.f); }
-// The larger one, or NaN if one of them is (C7)
-DEVICE float larger_or_nan(float a, float b) {
-  float d;
-  asm("max.NaN.f32 %0,%1,%2;" : "=f"(d) : "f"(a), "f"(b));
-  return d;
-}
 DEVICE float largest(const float* x, int n) {
   float amax = 0.f;
 #pragma unroll
