@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(512) mean_q(const __grid_constant__
 }
 
 // Second moments of a sample of the rows of q (which 0) or k (1). blockIdx: 32 rows of them, B H; 256 threads
-extern "C" __global__ void __launch_bounds__(256, 2) moments(const __grid_constant__ Job job, int which) {
+extern "C" __global__ void __launch_bounds__(256, 1) moments(const __grid_constant__ Job job, int which) {
   __shared__ __align__(16) float chunk[CHUNK_ROWS][HEAD_DIM];
   const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
   const int count = which ? count_of(job, batch) : (int)job.queries, rows = min(count, SAMPLE);
