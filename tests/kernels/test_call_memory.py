@@ -11,29 +11,21 @@ import torch
 from comfyui_vc_attention.kernels import KERNELS, TokenGrouping, VCConfig, attend_call, dispatch, prepare_call
 from comfyui_vc_attention.kernels.attend import cuda_int8_fp8_sm90, cuda_mma
 from comfyui_vc_attention.kernels.config import Recipe
-from comfyui_vc_attention.kernels.operands import AttentionProblem, Box, new_output
+from comfyui_vc_attention.kernels.operands import Box, new_output
 from comfyui_vc_attention.kernels.prepare import cuda_sm90
 from comfyui_vc_attention.kernels.registry import kernel_named
 from comfyui_vc_attention.kernels.testing import sample_qkv
 from comfyui_vc_attention.nodes.head_groups import attend_by_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS = [(spec.name, numerics) for spec in KERNELS for numerics in spec.numerics]
-every_kernel = pytest.mark.parametrize(("name", "numerics"), ROWS, ids=["-".join(row) for row in ROWS])
+from .every_kernel import DEVICE, every_kernel, skip_unless_it_runs_here
+
 SHAPE, KEYS = (2, 3, 70, 128), 200
 
 
 @pytest.fixture
-def it_runs_here(name, numerics):
-    """Triton kernels run in the interpreter where there is no GPU, others need their card."""
-    if name.startswith("triton"):
-        pytest.importorskip("triton")
-    if DEVICE == "cuda" or name.startswith("cuda"):
-        device = torch.zeros(1, 1, 1, 128, device=DEVICE)
-        why = kernel_named(name).why_not(AttentionProblem.of(device, device, device))
-        if why:
-            pytest.skip(why)
+def it_runs_here(name):
+    skip_unless_it_runs_here(name)
 
 
 def stages_of(name):

@@ -5,29 +5,19 @@ import math
 
 import pytest
 import torch
-from comfyui_vc_attention.kernels import KERNELS
 from comfyui_vc_attention.kernels.config import Recipe
-from comfyui_vc_attention.kernels.operands import AttentionProblem
 from comfyui_vc_attention.kernels.registry import kernel_named
 from comfyui_vc_attention.kernels.testing import exact_attention, sample_qkv
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS = [(spec.name, numerics) for spec in KERNELS for numerics in spec.numerics]
-every_kernel = pytest.mark.parametrize(("name", "numerics"), ROWS, ids=["-".join(row) for row in ROWS])
+from .every_kernel import DEVICE, every_kernel, skip_unless_it_runs_here
+
 SHAPE, KEYS, PLACE = (1, 2, 20, 128), 140, (0, 0, 17, 5)
 PLAIN = {"demean": False, "rotate_qk": False, "smooth_k": False}  # nothing spreads one number over others
 
 
 @pytest.fixture(autouse=True)
 def it_runs_here(name):
-    """Triton kernels run in the interpreter where there is no GPU, others need their card."""
-    if name.startswith("triton"):
-        pytest.importorskip("triton")
-    if DEVICE == "cuda" or name.startswith("cuda"):
-        probe = torch.zeros(1, 1, 1, 128, device=DEVICE)
-        why = kernel_named(name).why_not(AttentionProblem.of(probe, probe, probe))
-        if why:
-            pytest.skip(why)
+    skip_unless_it_runs_here(name)
 
 
 def attended(name, recipe, q, k, v):
