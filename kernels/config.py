@@ -96,6 +96,11 @@ class Recipe:
         return self.numerics.rpartition("_")[2]
 
 
+def resolve_demean(demean: bool | None, value_format: str) -> bool:
+    """VCConfig.demean for values of one format."""
+    return value_format == "int8" if demean is None else demean
+
+
 def resolve_recipe(
     config: VCConfig, numerics: tuple[str, ...], capability: tuple[int, int] | None, exact: bool
 ):
@@ -119,7 +124,7 @@ def resolve_recipe(
         for name in numerics:
             if name.rpartition("_")[2] != value_format:
                 continue
-            demean = value_format == "int8" if config.demean is None else config.demean
+            demean = resolve_demean(config.demean, value_format)
             rotate = config.rotate_qk is not False
             expcast = value_format == "fp8" and (
                 config.expcast == "on" or (config.expcast == "auto" and fast_card)

@@ -115,16 +115,14 @@ def write(stage, tables, data, out: Path, facts, finished=False) -> Path:
     return out / f"{stage}.md"
 
 
-def unfinished(stage, out: Path, facts) -> dict[str, list]:
-    """{title: rows} that a run which was cut short left in out; nothing of another commit or machine."""
+def unfinished(stage, out: Path, facts) -> dict | None:
+    """What a run that was cut short left in out, as write() wrote it; None of another commit or machine."""
     path = out / f"{stage}.json"
     if not path.exists():
-        return {}
+        return None
     earlier = json.loads(path.read_text(encoding="utf-8"))
     same = {**earlier["measured_on"], "date": None} == {**facts, "date": None}
-    if earlier["finished"] or not same:
-        return {}
-    return {table["title"]: table["rows"] for table in earlier["tables"]}
+    return earlier if same and not earlier["finished"] else None
 
 
 def replace_text(path: Path, text: str) -> None:
