@@ -32,7 +32,7 @@ PAPER_SHAPES = {  # (tokens in time, rows, columns), heads; paper, appendix A
 }
 PEAKS = {(9, 0): (1979.0, 989.0)}  # TFLOP/s of 8 and of 16 bits, dense; the card's data sheet
 WARM_UP_S, TURNS = 0.1, 3  # before each measurement; rounds of calls that take turns
-LONG_FLOPS, CALLS = 2e13, (10, 3)  # calls back to back, of short calls and of those longer than that
+LONG_FLOPS, CALLS = 2e13, (10, 4)  # calls back to back, of short calls and of those longer than that
 STEPS, BLOCKS = 40, 40  # of the clip whose attention the schedules are summed over (Wan 14B)
 COLUMNS = [
     "kernel", "tokens", "heads", "tensors", "kernel ms", "TFLOP/s", "of peak", "kernel over cuDNN",
@@ -63,6 +63,13 @@ def alone(call, calls=CALLS[0]):
     from bench.timing import alone_ms
 
     return alone_ms(call, calls, WARM_UP_S)
+
+
+def alone_both_ways(calls, count):
+    """alone() of each call, first to last and back: what a card does while it warms up favours none."""
+    there = [alone(call, count) for call in calls]
+    back = [alone(call, count) for call in reversed(calls)]
+    return [(a + b) / 2 for a, b in zip(there, reversed(back), strict=True)]
 
 
 def cudnn_call(q, k, v):
@@ -110,14 +117,15 @@ class Shape:
         from bench.timing import interleaved_ms
 
         q, k, v = self.qkv
-        times = {"kernel": [], "call": []}
+        kernels, calls = [], []
         for how, order in ((plain(config), None), (config, group_tokens(v, self.clusters))):
             prepare = functools.partial(prepare_call, q, k, v, how, grouping=order, kernel=spec.name)
             attend = functools.partial(attend_call, prepare())
-            times["kernel"].append(alone(attend, self.calls))
-            times["call"].append(alone(lambda prepare=prepare: attend_call(prepare()), self.calls))
+            kernels.append(attend)
+            calls.append(lambda prepare=prepare: attend_call(prepare()))
+        ms = alone_both_ways([*kernels, *calls], self.calls)
         turns = interleaved_ms({"cudnn": self.cudnn, "ours": attend}, rounds=TURNS, warmup=0)
-        ms, out = [*times["kernel"], *times["call"]], attend()[0]
+        out = attend()[0]
         return self.row(spec.name, ms, turns, out, lambda: attend_call(prepare()), self.peak_rate(8))
 
     def peer_row(self, peer):
