@@ -109,8 +109,9 @@ def main_inputs():
             min=0.0,
             max=1.0,
             step=0.05,
-            tooltip="Share of the denoising, from the start, in which similar values are grouped. More: "
-            "smaller error, a little more time and memory. 0 turns grouping off.",
+            tooltip="Share of the denoising, from the start, in which similar values are grouped, for a "
+            "little time and memory. Clips grouped throughout were measured hardly nearer to exact than "
+            "with 0.25. 0 turns grouping off.",
         ),
     ]
 
@@ -133,7 +134,7 @@ def advanced_inputs():
             max=100,
             optional=True,
             advanced=True,
-            tooltip="Steps that share one grouping. Fewer: smaller error, more time.",
+            tooltip="Steps that share one grouping. Clips with 1, 2, 4 and 8 were about equally exact.",
         ),
         io.Int.Input(
             "clusters",
@@ -142,7 +143,7 @@ def advanced_inputs():
             max=256,
             optional=True,
             advanced=True,
-            tooltip="Value groups per head; few tokens get fewer. More: smaller error, a little more time.",
+            tooltip="Value groups per head, fewer for few tokens. Of 4 to 256, 128 left least to quantize.",
         ),
         percent_input(
             "start_percent", 0.0, "Denoising before this point keeps the usual attention; 0: none."
