@@ -26,9 +26,11 @@ class VCConfig:
     demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6), grouped or
         not. None: only where values are INT8, which gain from it in token order too; FP8 values with ExpCast
         do not (tests/evidence, "Where grouping sits").
-    rotate_qk: Hadamard rotation of q and k; None means on.
-    smooth_k: subtract the key channel mean, which the softmax does not see; at 4 bits also quantize queries
-        without the mean of their block of 128 rows, whose scores are added exactly (N3).
+    rotate_qk: Hadamard rotation of q and k; None means on (tests/evidence, "Output error": rows "Q and K not
+        rotated"; of fp8_fp8 neither wins throughout).
+    smooth_k: subtract the key channel mean, which the softmax does not see ("Output error": row "K mean
+        kept"); at 4 bits also quantize queries without the mean of their block of 128 rows, whose scores are
+        added exactly (N3; row "nvfp4, Q not smoothed": on for captured tensors, though not all gain).
     """
 
     precision: str = "8-bit"
@@ -67,8 +69,8 @@ class VCConfig:
     def clusters_for(self, keys: int) -> int:
         """Clusters worth making of so many keys: halved until there are at most two for three tiles.
 
-        A tile that holds pieces of many clusters has no mean of its own: at 12 tiles, 8 clusters remove 0.33
-        of the value energy and 128 clusters 0.10 (tests/evidence, "Clusters and Lloyd steps", captured).
+        A tile that holds pieces of many clusters has no mean of its own: at 12 tiles, 8 clusters remove three
+        times as much of the value energy as 128 do (tests/evidence, "Clusters and Lloyd steps", captured).
         """
         tiles, clusters = -(-keys // TILE), self.clusters
         while clusters > 1 and 3 * clusters > 2 * tiles:
