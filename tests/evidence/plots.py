@@ -1,32 +1,53 @@
 """Pictures of the tables, drawn from the JSON files: nothing is measured again."""
 
 import json
+import re
 from pathlib import Path
+
+from .marks import (
+    BLUE,
+    GREEN,
+    SMALL,
+    VERMILION,
+    WIDTH,
+    by_recipe,
+    commonest,
+    dots,
+    kernel_style,
+    legend,
+    lines,
+    log_ticks,
+    one_panel,
+    recipe_of,
+    recipe_style,
+    sign,
+    sizes_axis,
+    source_style,
+    two_panels,
+)
 
 
 def draw(stage, out: Path) -> list[Path]:
     """Draw the pictures of one stage from <stage>.json in out; returns their paths.
 
+    What a run that was cut short has no rows for is left out, and an earlier run's picture of it removed.
     Without matplotlib it says so and draws nothing: tables are the result, pictures show them.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print("matplotlib is not installed: no pictures", flush=True)
         return []
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     data = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))
     pictures = []
     for name, paint in PICTURES[stage].items():
-        figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-        if paint(axes, data):
-            card, commit = data["measured_on"]["card"], data["measured_on"]["commit"]
-            figure.supxlabel(f"{card}, commit {commit}", x=0.99, ha="right", fontsize=7, color="0.4")
-            pictures.append(out / f"{stage}-{name}.png")
-            figure.savefig(pictures[-1], dpi=110)
-        plt.close(figure)
+        figure, path = Figure(layout="constrained"), out / f"{stage}-{name}.png"
+        path.unlink(missing_ok=True)
+        if paint(figure, data):
+            pictures.append(path)
+            facts, rest = data["measured_on"], "" if data.get("finished", True) else ", not finished"
+            sign(figure, f"{facts['card']}, commit {facts['commit']}{rest}")
+            figure.savefig(path, dpi=140)
     return pictures
 
 
@@ -38,174 +59,309 @@ def table(data, title):
     return []
 
 
-def shown_methods(rows):
-    """The rows that a bar chart has room for: published recipes, packages and our grouped recipes."""
-    return [
-        row
-        for row in rows
-        if row["source"] in ("recipe", "package", "torch")
-        or (row["source"] == "ours" and row["method"].endswith(("means, grouped", ", no means")))
-    ]
+def having(rows, value):
+    return [row for row in rows if row.get(value) is not None]
 
 
-COLOURS = {
-    "ours": "tab:red",
-    "recipe": "tab:blue",
-    "package": "tab:cyan",
-    "torch": "0.5",
-    "variant": "tab:pink",
-}
-SOURCES = "red: ours, pink: a variant of it, cyan: a package, blue: our reference of one"
-BAR_INCHES = 0.22
+def error_dots(kind):
+    """Output error on one kind of tensors: published recipes, packages and our recipes, the best on top."""
 
-
-def bars(axes, rows, key, label, name="method", best="smallest", error=None):
-    """Horizontal bars. best: "smallest" or "largest" is on top, or None: as listed. error: of whiskers."""
-    rows = [row for row in rows if row.get(key) is not None][::-1]
-    if best:
-        rows.sort(key=lambda row: row[key], reverse=best == "smallest")
-    axes.figure.set_size_inches(9, max(3.0, 1.4 + BAR_INCHES * len(rows)))
-    axes.barh(range(len(rows)), [row[key] for row in rows],
-              color=[COLOURS.get(row.get("source"), "0.5") for row in rows],
-              xerr=[row[error] for row in rows] if error else None, ecolor="0.2")  # fmt: skip
-    axes.set_yticks(range(len(rows)), [row[name] for row in rows], fontsize=7)
-    axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(label)
-    return bool(rows)
-
-
-def error_bars(kind):
-    def paint(axes, data):
-        from matplotlib.ticker import LogLocator
-
-        rows = shown_methods(table(data, "Output error"))
+    def paint(figure, data):
+        rows = [
+            row
+            for row in table(data, "Output error")
+            if row["source"] in ("recipe", "package", "torch")
+            or (row["source"] == "ours" and row["method"].endswith(("means, grouped", ", no means")))
+        ]
         key = next((name for name in (rows[0] if rows else ()) if name.startswith(kind)), None)
+        rows = sorted(having(rows, key), key=lambda row: row[key])
+        if not rows:
+            return False
+        axes = one_panel(figure, len(rows))
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-        axes.grid(axis="x", which="both", alpha=0.3)
-        axes.set_title(f"Output error, {key}\n{SOURCES}", fontsize=10)
-        return key is not None and bars(axes, rows, key, "relative L2 against exact attention")
+        log_ticks(axes.xaxis, "{x:g}")
+        dots(axes, rows, key, "method", "source", source_style)
+        axes.set_xlabel("relative L2 against exact attention (logarithmic)", fontsize=SMALL + 1)
+        figure.suptitle(f"Output error, {key}", fontsize=11)
+        legend(figure, columns=4)
+        return True
 
     return paint
 
 
-def clip_bars(axes, data):
-    axes.set_title(f"Clips of the sample model against exact attention, same seed\n{SOURCES}", fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    rows = table(data, "Clips")
-    return bars(axes, rows, "PSNR", "PSNR, dB (standard error)", best="largest", error="standard error")
+def sweep_lines(figure, data):
+    rows = having(table(data, "Clusters and Lloyd steps"), "energy removed")
+    rows = [row for row in rows if row["cold steps"] == 10]
+    if not rows:
+        return False
+    figure.set_size_inches(WIDTH, 4.2)
+    axes = figure.subplots()
+    looks = [{"color": c, "marker": m} for c, m in ((BLUE, "s"), (VERMILION, "o"), (GREEN, "D"))]
+    names = list(dict.fromkeys(row["tensors"] for row in rows))
+    lines(axes, rows, "clusters", "energy removed", "tensors", lambda n: (n, looks[names.index(n) % 3]))
+    sizes_axis(axes, rows, "clusters", "clusters (logarithmic)")
+    axes.set_ylim(bottom=0.0)
+    axes.set_ylabel("share of the values' energy", fontsize=SMALL + 1)
+    figure.suptitle("Energy that the means of tiles remove, keys grouped by 10 steps of k-means", fontsize=11)
+    legend(figure)
+    return True
 
 
-def schedule_bars(axes, data):
-    axes.set_title("Which steps group: clips of the sample model against exact attention", fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    rows = [
-        {
-            **row,
-            "name": f"{row['recipe']}: {row['steps that group']}",
-            "source": SCHEDULE_COLOUR[row["recipe"]],
-        }
-        for row in table(data, "Where grouping sits")
-    ]
-    label = "PSNR, dB (standard error)"
-    return bars(axes, rows, "PSNR", label, "name", best="largest", error="standard error")
-
-
-# recipes in the place of sources: the bars' colours tell them apart
-SCHEDULE_COLOUR = {"int8_fp8 + ExpCast": "ours", "int8_int8": "recipe", "nvfp4": "torch"}
-
-
-def lines(axes, rows, x, y, by, y_label, log_y=False):
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    for i, name in enumerate(dict.fromkeys(row[by] for row in rows)):
-        points = sorted((row[x], row[y]) for row in rows if row[by] == name and row[y] is not None)
-        if points:  # broken lines and open marks: kernels of one recipe lie on one another
-            axes.plot(*zip(*points, strict=True), "-" if i % 2 else "--", marker="osD^v<>"[i % 7], label=name,
-                      fillstyle="none", color=f"C{i % 10}")  # fmt: skip
-    places = thinned(sorted({row[x] for row in rows if row[y] is not None}))
-    axes.set_xscale("log")
-    axes.set_xticks(places, [f"{place:,}" for place in places], fontsize=8)
-    axes.xaxis.set_minor_locator(NullLocator())
-    if log_y:
-        axes.set_yscale("log")
-        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            which(FuncFormatter(lambda value, place: f"{value:g}"))
-    axes.grid(alpha=0.3)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y_label)
-    if rows:
-        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return bool(places)
-
-
-def thinned(places, share=0.1):
-    """Those whose labels have room on a logarithmic axis, the last included; share: of the axis, for one."""
-    kept = []
-    for place in reversed(places):
-        if not kept or kept[-1] >= place * (places[-1] / places[0]) ** share:
-            kept.append(place)
-    return kept[::-1]
-
-
-def length_lines(axes, data):
-    axes.set_title("Output error over length, N(0, 1), no means")
-    rows = [row for row in table(data, "Length") if row["layout"] == "contiguous"]
-    return lines(axes, rows, "keys", "error", "kernel", "relative L2 in sampled rows", log_y=True)
-
-
-def speed_lines(title, shown, x):
-    """Speed over cuDNN of one speed table's kernels, alone and without means, over column x."""
-
-    def paint(axes, data):
-        rows = table(data, title)
-        axes.set_title(f"Kernels over cuDNN bf16, each alone, no means; {shown}", fontsize=10)
-        return lines(axes, rows, x, "kernel over cuDNN", "kernel", "times as fast as cuDNN bf16")
-
-    return paint
-
-
-def shape_bars(axes, data):
-    """Every kernel at every shape of the paper, grouped, alone."""
-    rows = [
-        {**row, "name": f"{row['tensors']} ({row['heads']} heads): {row['kernel']}"}
-        for row in table(data, "The paper's shapes")
-    ]
+def clip_dots(figure, data):
+    """PSNR of every method, the best on top."""
+    rows = sorted(having(table(data, "Clips"), "PSNR"), key=lambda row: -row["PSNR"])
+    if not rows:
+        return False
+    counts = {row.get("clips") for row in rows}
+    several = len(counts) > 1
     for row in rows:
-        row["source"] = "ours" if row["kernel grouped over cuDNN"] else "package"
-        row["speed"] = row["call grouped over cuDNN"] or row["call over cuDNN"]
-    axes.set_title("Whole calls with means and an order over cuDNN bf16, each alone", fontsize=10)
-    axes.axvline(1.0, color="0.3", linewidth=0.8)
-    rows = [row for row in rows if not row["kernel"].startswith("cuDNN")]
-    return bars(axes, rows, "speed", "times as fast as cuDNN bf16 (line: cuDNN)", "name", best=None)
+        row["name"] = f"{row['method']} [{row['clips']}]" if several else row["method"]
+    axes = one_panel(figure, len(rows))
+    dots(axes, rows, "PSNR", "name", "source", source_style, error="standard error")
+    title = "Clips of the sample model against those of exact attention, same seeds\n"
+    counted = "; in brackets: clips" if several else ""
+    figure.suptitle(f"{title}(the axis does not begin at 0{counted})", fontsize=11)
+    axes.set_xlabel("mean PSNR, dB (whiskers: standard error)", fontsize=SMALL + 1)
+    legend(figure)
+    return True
 
 
-def ladder_bars(axes, data):
-    rows = [{**row, "source": "ours"} for row in table(data, "Preparation ladder")]
-    axes.set_title("Preparation, more and more of it fused", fontsize=10)
-    return bars(axes, rows, "ms", "milliseconds", "rung", best=None)
+def schedule_dots(figure, data):
+    """What a schedule gains over the shipped one, clip by clip; PSNR where results do not have that."""
+    rows = table(data, "Where grouping sits")
+    value, error = "over first quarter", "its standard error"
+    paired = having(rows, value)
+    if not paired:
+        value, error = "PSNR", "standard error"
+    rows = paired or having(rows, value)
+    if not rows:
+        return False
+    axes = one_panel(figure, len(rows), 0.17)
+    dots(axes, rows, value, "steps that group", "recipe", recipe_style, error)
+    if paired:
+        axes.axvline(0.0, color="0.3", linewidth=0.8, zorder=0)
+        title = "mean difference in PSNR from grouping in the first quarter, clip by clip"
+    else:
+        title = "PSNR against exact attention (the axis does not begin at 0)"
+    axes.set_xlabel("dB (whiskers: standard error)", fontsize=SMALL + 1)
+    figure.suptitle(f"Which steps group, clips of the sample model:\n{title}", fontsize=11)
+    legend(figure)
+    return True
 
 
-def sweep_lines(axes, data):
-    axes.set_title("Energy that tile means remove, by clusters (10 steps)")
-    rows = [row for row in table(data, "Clusters and Lloyd steps") if row["cold steps"] == 10]
-    return lines(axes, rows, "clusters", "energy removed", "tensors", "share of the value energy")
+def length_lines(figure, data):
+    """Error over keys: a line for each kernel, open marks for models' numbers of heads."""
+    rows = by_recipe(table(data, "Length"))
+    if not rows:
+        return False
+    few = min(row["heads"] for row in rows)
+    joined = [row for row in rows if row["heads"] == few and row["layout"] == "contiguous"]
+    apart = [row for row in rows if row["heads"] != few]
+    panels = two_panels(figure, 4.8, "inside the grouping window", "outside it", sharey=True)
+    for axes, value in zip(panels, ("error grouped", "error"), strict=True):
+        lines(axes, joined, "keys", value)
+        lines(axes, apart, "keys", value, joined=False)
+        sizes_axis(axes, rows, "keys", "keys (logarithmic)", share=0.16)
+        axes.set_ylim(bottom=0.0)
+    panels[0].set_ylabel("relative L2 against exact attention", fontsize=SMALL + 1)
+    figure.suptitle(f"Output error over length, N(0, 1); lines: {few} heads", fontsize=11)
+    legend(figure, *other_heads(apart, ", views of a fused projection"))
+    return True
+
+
+def speed_rows(rows):
+    """Rows of a speed table with what pictures show of them beside: "inside" and "outside" the window.
+
+    Both are the kernel alone over cuDNN; of a peer, which has no window, the same twice, and the whole call
+    where it offers no kernel alone, as its name then says.
+    """
+    shown = []
+    for row in by_recipe(rows):
+        inside, outside = row.get("kernel grouped over cuDNN"), row.get("kernel over cuDNN")
+        name = row["kernel"]
+        if recipe_of(name) is None:
+            name += ", whole call" if outside is None else ""
+            inside = outside = row.get("call over cuDNN") if outside is None else outside
+        shown.append({**row, "name": name, "inside": inside, "outside": outside})
+    return shown
+
+
+def split_heads(rows):
+    """(heads of most rows, rows with so many, rows of other shapes)."""
+    heads = commonest(row["heads"] for row in rows)
+    same = [row for row in rows if row["heads"] == heads]
+    return heads, same, [row for row in rows if row["heads"] != heads]
+
+
+def window_panels(figure, rows, apart, x, label, title):
+    """Kernels alone over cuDNN as inside and as outside the window; apart: rows not to join to the lines."""
+    panels = two_panels(
+        figure, 5.2, "inside the grouping window: grouped, with means", "outside it: keys in token order",
+        sharey=True,
+    )  # fmt: skip
+    for axes, value in zip(panels, ("inside", "outside"), strict=True):
+        lines(axes, rows, x, value, "name", kernel_style)
+        lines(axes, apart, x, value, "name", kernel_style, joined=False)
+        sizes_axis(axes, rows + apart, x, label, share=0.13)
+        axes.set_ylim(bottom=0.0)
+    panels[0].set_ylabel("times as fast as cuDNN bf16", fontsize=SMALL + 1)
+    figure.suptitle(title, fontsize=11)
+    return panels
+
+
+def other_heads(apart, how=""):
+    """The legend's entry for marks that are not joined to the lines; nothing if there are none."""
+    heads = " and ".join(map(str, sorted({row["heads"] for row in apart})))
+    return [(f"filled: {heads} heads{how}", {"marker": "o"})] if apart else []
+
+
+def speed_over_length(figure, data):
+    rows = speed_rows(table(data, "Speed over length"))
+    if not rows:
+        return False
+    heads, joined, apart = split_heads(rows)
+    title = f"Kernels alone over cuDNN bf16, {heads} heads, N(0, 1)"
+    window_panels(figure, joined, apart, "tokens", "tokens (logarithmic)", title)
+    legend(figure, *other_heads(apart))
+    return True
+
+
+def speed_over_heads(figure, data):
+    """The table of heads, and from that of lengths the number of heads that it leaves out."""
+    rows = table(data, "Speed over heads")
+    if not rows:
+        return False
+    tokens = commonest(row["tokens"] for row in rows)
+    rows = speed_rows(rows + [row for row in table(data, "Speed over length") if row["tokens"] == tokens])
+    title = f"Kernels alone over cuDNN bf16, {tokens:,} tokens, N(0, 1)"
+    window_panels(figure, rows, [], "heads", "heads (logarithmic)", title)
+    legend(figure)
+    return True
+
+
+def memory(figure, data):
+    """Peak memory of a call over length, and over its inputs at the longest."""
+    rows = having(by_recipe(table(data, "Speed over length")), "peak MiB")
+    if not rows:
+        return False
+    heads, joined, apart = split_heads(rows)
+    longest = max(row["tokens"] for row in joined)
+    left, right = two_panels(
+        figure,
+        5.2,
+        f"over length, {heads} heads",
+        f"beside q, k and v, {longest:,} tokens",
+        width_ratios=(3, 2),
+    )
+    lines(left, joined, "tokens", "peak MiB")
+    lines(left, apart, "tokens", "peak MiB", joined=False)
+    sizes_axis(left, rows, "tokens", "tokens (logarithmic)")
+    left.set_yscale("log")
+    log_ticks(left.yaxis)
+    left.set_ylabel("MiB (logarithmic)", fontsize=SMALL + 1)
+    at_longest = having([row for row in joined if row["tokens"] == longest], "over q, k and v")
+    for row in at_longest:
+        row["percent"] = 100 * row["over q, k and v"]
+    at_longest.sort(key=lambda row: row["percent"])
+    dots(right, at_longest, "percent", "kernel", "kernel", kernel_style)
+    right.set_xlim(0.0, max([100.0, *(1.1 * row["percent"] for row in at_longest)]))
+    right.set_xlabel("% of the bytes of q, k and v", fontsize=SMALL + 1)
+    figure.suptitle("Memory that a whole call needs beyond q, k and v, output included", fontsize=11)
+    legend(figure, *other_heads(apart))
+    return True
+
+
+def roofline(figure, data):
+    """TFLOP/s over length below the card's peaks, and the share of the peak of each one's operands."""
+    rows = having(by_recipe(table(data, "Speed over length")), "TFLOP/s")
+    if not rows:
+        return False
+    heads, joined, apart = split_heads(rows)
+    for row in rows:
+        row["percent"] = None if row.get("of peak") is None else 100 * row["of peak"]
+    panels = two_panels(figure, 5.2, "rate and the data sheet's peaks", "share of the peak of its operands")
+    beside = panels[0].get_yaxis_transform()
+    for peak in sorted({round(row["TFLOP/s"] / row["of peak"]) for row in having(rows, "of peak")}):
+        panels[0].axhline(peak, color="0.4", linestyle=":", linewidth=1.0)
+        panels[0].text(
+            1.01, peak, f"peak\n{peak:,}", fontsize=SMALL, color="0.3", va="center", transform=beside
+        )
+    for axes, value in zip(panels, ("TFLOP/s", "percent"), strict=True):
+        lines(axes, joined, "tokens", value)
+        lines(axes, apart, "tokens", value, joined=False)
+        sizes_axis(axes, rows, "tokens", "tokens (logarithmic)", share=0.14)
+        axes.set_ylim(bottom=0.0)
+    panels[0].set_ylabel("TFLOP/s of both products", fontsize=SMALL + 1)
+    panels[1].set_ylabel("% of peak", fontsize=SMALL + 1)
+    panels[1].set_ylim(0.0, 100.0)
+    title = f"Kernels alone as outside the grouping window, {heads} heads, N(0, 1)"
+    figure.suptitle(title, fontsize=11)
+    legend(figure, *other_heads(apart))
+    return True
+
+
+def shape_dots(figure, data):
+    """Every kernel at every shape of the paper: whole calls, and ticks for kernels alone."""
+    rows = [
+        row for row in by_recipe(table(data, "The paper's shapes")) if not row["kernel"].startswith("cuDNN")
+    ]
+    places = list(dict.fromkeys(row["tensors"] for row in table(data, "The paper's shapes")))
+    rows.sort(key=lambda row: places.index(row["tensors"]))
+    for row in rows:
+        row["line"] = f"{row['tensors']}\n{row['tokens']:,} tokens, {row['heads']} heads"
+        grouped = row.get("call grouped over cuDNN")
+        row["whole"] = row.get("call over cuDNN") if grouped is None else grouped
+    if not rows:
+        return False
+    axes = one_panel(figure, len(rows), 0.14)
+
+    def tick(name):
+        return None, {"color": kernel_style(name)[1]["color"], "marker": "|", "markersize": 9}
+
+    dots(axes, rows, "kernel grouped over cuDNN", "line", "kernel", tick)
+    dots(axes, rows, "whole", "line", "kernel", kernel_style)
+    axes.axvline(1.0, color="0.3", linewidth=0.8, zorder=0)
+    axes.set_xlabel("times as fast as cuDNN bf16 (vertical line)", fontsize=SMALL + 1)
+    figure.suptitle("Whole calls at the paper's shapes, ours as inside the grouping window", fontsize=11)
+    legend(figure, ("the kernel alone", {"marker": "|", "markersize": 9}))
+    return True
+
+
+def ladder_dots(figure, data):
+    rows = having(table(data, "Preparation ladder"), "ms")
+    if not rows:
+        return False
+    question = next(
+        each["question"] for each in data["tables"] if each["title"].startswith("Preparation ladder")
+    )
+    size = re.search(r"[\d,]+ tokens and \d+ heads", question)
+    axes = one_panel(figure, len(rows), 0.3)
+    dots(axes, [{**row, "source": "ours"} for row in rows], "ms", "rung", "source", source_style)
+    for place, row in enumerate(rows):
+        axes.annotate(f"{row['ms']:.3g} ms", (row["ms"], place), (7, 0), textcoords="offset points",
+                      va="center", fontsize=SMALL)  # fmt: skip
+    axes.set_xlim(0.0, 1.12 * max(row["ms"] for row in rows))
+    axes.set_xlabel("milliseconds", fontsize=SMALL + 1)
+    figure.suptitle(
+        f"Time of the preparation by what is fused, {size[0] if size else 'one shape'}", fontsize=11
+    )
+    return True
 
 
 PICTURES = {
     "fidelity": {
-        "structured": error_bars("structured"),
-        "captured": error_bars("captured"),
+        "structured": error_dots("structured"),
+        "captured": error_dots("captured"),
         "clusters": sweep_lines,
     },
-    "clips": {"psnr": clip_bars, "schedules": schedule_bars},
+    "clips": {"psnr": clip_dots, "schedules": schedule_dots},
     "length": {"error": length_lines},
     "speed": {
-        "length": speed_lines("Speed over length", "40 heads (of the longest 12)", "tokens"),
-        "heads": speed_lines("Speed over heads", "32,768 tokens", "heads"),
-        "shapes": shape_bars,
-        "preparation": ladder_bars,
+        "length": speed_over_length,
+        "heads": speed_over_heads,
+        "memory": memory,
+        "roofline": roofline,
+        "shapes": shape_dots,
+        "preparation": ladder_dots,
     },
 }
