@@ -22,7 +22,7 @@ SOURCES = {
     "torch": ("PyTorch", {"color": "0.25", "marker": "X"}),
 }
 RECIPES = {"int8_fp8": VERMILION, "int8_int8": BLUE, "fp8_fp8": GREEN, "nvfp4": PURPLE}
-BUILDS = {"triton": "^", "sm90": "o", "sm89": "D", "sm120": "v", "sm100": ">", "cuda": "s"}
+BUILDS = {"reference": "h", "triton": "^", "sm90": "o", "sm89": "D", "sm120": "v", "sm100": ">", "cuda": "s"}
 PEERS = {
     "cuDNN": ("black", "."),
     "reference": ("0.25", "x"),
@@ -52,13 +52,14 @@ def recipe_style(name):
 def kernel_style(name):
     """(label, style) of a kernel: colour by recipe, mark by build; of a peer both by its name.
 
-    "off" in a kernel's name (expcast off): the same kernel with a choice made otherwise, dotted, half a mark.
+    Without ExpCast where others of the recipe have it: dotted, half a mark.
     """
     recipe = recipe_of(name)
     if recipe:
-        mark = next((mark for build, mark in BUILDS.items() if build in name), "h")
+        mark = next((mark for build, mark in BUILDS.items() if build in name), "p")
+        cast = name.endswith("expcast off") or name in ("reference int8_fp8", "reference fp8_fp8")
         look = {"color": RECIPES[recipe], "marker": mark, "linestyle": "-"}
-        return name, look | ({"fillstyle": "bottom", "linestyle": ":"} if "off" in name else {})
+        return name, look | ({"fillstyle": "bottom", "linestyle": ":"} if cast else {})
     colour, mark = next((look for peer, look in PEERS.items() if name.startswith(peer)), (GREY, "d"))
     return name, {"color": colour, "marker": mark, "linestyle": "--"}
 
@@ -110,10 +111,12 @@ def lines(axes, rows, x, y, series="kernel", style=kernel_style, joined=True):
         points = sorted((row[x], row[y]) for row in rows if row[series] == name and row.get(y) is not None)
         label, look = style(name)
         look = {"markersize": 5.5, "linewidth": 1.2, "fillstyle": "none", **look}
-        if points and joined:
+        if not joined:
+            look |= {"linestyle": "none"} | ({"fillstyle": "full"} if look["fillstyle"] == "none" else {})
+        if label in axes.get_legend_handles_labels()[1]:
+            label = None
+        if points:
             axes.plot(*zip(*points, strict=True), **look, label=label)
-        elif points:
-            axes.plot(*zip(*points, strict=True), **{**look, "fillstyle": "full", "linestyle": "none"})
     light_grid(axes)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from .marks import (
     BLUE,
     GREEN,
+    PURPLE,
     SMALL,
     VERMILION,
     WIDTH,
@@ -40,7 +41,7 @@ def draw(stage, out: Path) -> list[Path]:
         return []
     data = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))
     pictures = []
-    for name, paint in PICTURES[stage].items():
+    for name, paint in PICTURES.get(stage, {}).items():
         figure, path = Figure(layout="constrained"), out / f"{stage}-{name}.png"
         path.unlink(missing_ok=True)
         if paint(figure, data):
@@ -96,9 +97,11 @@ def sweep_lines(figure, data):
         return False
     figure.set_size_inches(WIDTH, 4.2)
     axes = figure.subplots()
-    looks = [{"color": c, "marker": m} for c, m in ((BLUE, "s"), (VERMILION, "o"), (GREEN, "D"))]
+    looks = [
+        {"color": c, "marker": m} for c, m in ((BLUE, "s"), (VERMILION, "o"), (GREEN, "D"), (PURPLE, "^"))
+    ]
     names = list(dict.fromkeys(row["tensors"] for row in rows))
-    lines(axes, rows, "clusters", "energy removed", "tensors", lambda n: (n, looks[names.index(n) % 3]))
+    lines(axes, rows, "clusters", "energy removed", "tensors", lambda n: (n, looks[names.index(n) % 4]))
     sizes_axis(axes, rows, "clusters", "clusters (logarithmic)")
     axes.set_ylim(bottom=0.0)
     axes.set_ylabel("share of the values' energy", fontsize=SMALL + 1)
@@ -154,16 +157,16 @@ def length_lines(figure, data):
     rows = by_recipe(table(data, "Length"))
     if not rows:
         return False
-    few = min(row["heads"] for row in rows)
-    joined = [row for row in rows if row["heads"] == few and row["layout"] == "contiguous"]
-    apart = [row for row in rows if row["heads"] != few]
+    few, joined, apart = split_heads(rows)
+    joined = [row for row in joined if row["layout"] == "contiguous"]
     panels = two_panels(figure, 4.8, "inside the grouping window", "outside it", sharey=True)
     for axes, value in zip(panels, ("error grouped", "error"), strict=True):
         lines(axes, joined, "keys", value)
         lines(axes, apart, "keys", value, joined=False)
         sizes_axis(axes, rows, "keys", "keys (logarithmic)", share=0.16)
-        axes.set_ylim(bottom=0.0)
-    panels[0].set_ylabel("relative L2 against exact attention", fontsize=SMALL + 1)
+        axes.set_yscale("log")
+        log_ticks(axes.yaxis, "{x:g}")
+    panels[0].set_ylabel("relative L2 against exact attention (logarithmic)", fontsize=SMALL + 1)
     figure.suptitle(f"Output error over length, N(0, 1); lines: {few} heads", fontsize=11)
     legend(figure, *other_heads(apart, ", views of a fused projection"))
     return True
@@ -211,7 +214,7 @@ def window_panels(figure, rows, apart, x, label, title):
 
 def other_heads(apart, how=""):
     """The legend's entry for marks that are not joined to the lines; nothing if there are none."""
-    heads = " and ".join(map(str, sorted({row["heads"] for row in apart})))
+    heads = ", ".join(map(str, sorted({row["heads"] for row in apart})))
     return [(f"filled: {heads} heads{how}", {"marker": "o"})] if apart else []
 
 

@@ -123,6 +123,37 @@ def test_speed_joins_only_rows_of_one_shape():
         assert any(list(line.get_xdata()) == [150_000] for line in axes.lines)
 
 
+def test_what_only_another_shape_has_is_named_in_the_legend():
+    def add(rows):
+        more = [{**row, "kernel": "cuda_int8_fp8_sm90, expcast off"} for row in rows if row["heads"] == 12]
+        return rows + more[1:2]
+
+    assert "expcast off" in words(
+        painted("speed", "length", changed(results("speed"), "Speed over length", add))
+    )
+
+
+def test_length_names_references_and_takes_the_usual_heads_for_its_lines():
+    def add(rows):
+        names = (
+            "reference int8_fp8 + ExpCast",
+            "reference int8_fp8",
+            "reference nvfp4",
+            "reference fp8_fp8 + ExpCast",
+        )
+        first = [{**row, "kernel": name} for name in names for row in rows[:1]]
+        return rows + first + [{**rows[0], "heads": 1, "keys": 400_000, "layout": "fused"}]
+
+    said = words(painted("length", "error", changed(results("length"), "Length", add)))
+    assert "lines: 2 heads" in said and "filled: 1, 40, 56 heads" in said and "reference nvfp4" in said
+    assert marks.kernel_style("reference int8_fp8") != marks.kernel_style("reference int8_fp8 + ExpCast")
+
+
+def test_a_stage_without_pictures_draws_none(tmp_path):
+    tables.write("models", [], {}, tmp_path, {"card": "CPU", "commit": "abc"})
+    assert plots.draw("models", tmp_path) == []
+
+
 def test_heads_take_the_number_that_the_table_of_lengths_has():
     (first, _) = painted("speed", "heads", results("speed")).axes
     assert all(40 in line.get_xdata() for line in first.lines)
