@@ -129,6 +129,7 @@ def test_maximum_that_moves_from_tile_to_tile(kernel, direction):
     k += 3 * ramp * q.mean(2, keepdim=True)
     k[:, :, 5990] += 4 * q[:, :, 7]  # a late spike in some rows
     out = run(q, k, v, kernel, config=VCConfig(smooth_k=False))
+    # twice, chosen: single keys carry the rows that have a spike, and the table has no such tensors
     assert relative_l2(out, exact_attention(q, k, v)[0]) < 2 * BOUNDS[kernel]
 
 

@@ -17,6 +17,8 @@ from comfyui_vc_attention.nodes.patch_settings import PatchSettings
 from comfyui_vc_attention.nodes.run_state import Forward, GroupingStore
 from comfyui_vc_attention.nodes.sampling_hooks import OVERRIDE
 
+from tests.evidence.bounds import bound
+
 DEVICES = ("cuda:0", "cuda:1")
 BLOCKS, CLUSTERS, HEADS = 3, 4, 2
 
@@ -125,7 +127,8 @@ def test_each_device_groups_its_own_values_and_reuses_its_own_order(split, group
     assert set(grouped_with) == expected
     assert len(grouped_with) == BLOCKS * len(DEVICES)
     for (device, _, _), out in split.outputs.items():
-        assert relative_l2(out, exact(*split.qkv[DEVICES.index(device)])) < 0.05
+        error = relative_l2(out, exact(*split.qkv[DEVICES.index(device)]))
+        assert error < bound("int8_int8, means, sequence")
     assert results[-1].run.report.taken == 3 * BLOCKS * 2
 
 

@@ -16,7 +16,10 @@ from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, s
 from comfyui_vc_attention.nodes import raylight_node
 from comfyui_vc_attention.nodes.raylight_node import VCAttentionPatchRaylight, VCAttentionReportRaylight
 
+from tests.evidence.bounds import bound
+
 WIDGETS = {"precision": "8-bit", "kernel": "reference", "min_tokens": 1}
+LIMIT = bound("int8_int8, means, sequence")
 
 
 def said(caplog):
@@ -153,7 +156,7 @@ def test_a_kernel_that_fails_on_one_rank_does_not_stop_the_other(load, sample, q
     assert dense_calls == (0, 4)
     exact = exact_attention(*(x.transpose(1, 2) for x in qkv))[0].transpose(1, 2)
     for out in outs:
-        assert 0 < relative_l2(out[:, :, :1], exact[:, :, :1]) < 0.03  # heads of rank 0
+        assert 0 < relative_l2(out[:, :, :1], exact[:, :, :1]) < LIMIT  # heads of rank 0
         assert relative_l2(out[:, :, 1:], exact[:, :, 1:]) < 1e-5
     _, text = VCAttentionReportRaylight.execute(ray_actors).args
     assert "no image for this card" in text.splitlines()[1]

@@ -48,7 +48,7 @@ def test_output_stays_close_to_exact_attention(transformer, scheduler):
     exact = forward(transformer, scheduler)
     patch = patch_wan(transformer, scheduler, kernel="reference")
     error = relative_l2(forward(transformer, scheduler), exact)
-    assert 0 < error < 0.01
+    assert 0 < error < 1e-3  # of the model's output, little of which is attention: 1.4e-4 was seen
     assert (patch.taken, dict(patch.declined)) == (BLOCKS, {})
 
 

@@ -11,7 +11,7 @@ from comfyui_vc_attention.kernels.formats import LOG2E
 from comfyui_vc_attention.kernels.prepare.reference import prepare, residuals, tile_means
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
-from tests.evidence.bounds import bound, row_of
+from tests.evidence.bounds import HARD, bound, row_of
 
 RECIPES = {
     "int8_int8": Recipe("int8_int8"),
@@ -21,6 +21,7 @@ RECIPES = {
     "nvfp4": Recipe("nvfp4", rotate_qk=False),
 }
 BOUND = {name: bound(row_of(recipe)) for name, recipe in RECIPES.items()}  # relative L2 on N(0, 1)
+# chosen, no table has them: mean distance in natural logarithms
 LSE_BOUND = {name: 0.02 for name in RECIPES} | {"fp8_fp8+expcast": 0.05, "nvfp4": 0.1}
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
@@ -121,7 +122,8 @@ def test_rising_maxima(name):
     q, k = rising_scores(9)
     v = torch.randn(1, 1, k.shape[2], 64, generator=torch.Generator().manual_seed(7))
     out, _ = run(name, q, k, v)
-    assert relative_l2(out, exact_attention(q, k, v)[0]) < 0.06
+    # one tile of the last keys has most of the weight
+    assert relative_l2(out, exact_attention(q, k, v)[0]) < bound(row_of(RECIPES[name]), margin=HARD)
 
 
 def test_grouping_helps_when_values_cluster():

@@ -10,6 +10,8 @@ from comfyui_vc_attention.kernels.prepare.triton_int8_fp8 import prepare
 from comfyui_vc_attention.kernels.prepare.triton_qk import Statistics, quantize_k, quantize_q, statistics
 from comfyui_vc_attention.kernels.testing import exact_attention, relative_l2, sample_qkv
 
+from tests.evidence.bounds import HARD, bound
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = Recipe("int8_fp8")
 
@@ -60,7 +62,8 @@ def test_keys_of_zeros_do_not_bound_the_queries():
     operands = prepare(q, k, v, Recipe("int8_fp8", smooth_k=False), softmax_scale=1.0)
     assert operands.k_scale[0, 0, 0, 1] == 0 and operands.k_scale_max < 0.01
     exact = exact_attention(q, k, v, scale=1.0)[0]
-    assert relative_l2(attend(operands)[0], exact) < 0.07
+    limit = bound("int8_fp8, means, sequence", margin=HARD)  # few keys, and scores that peak
+    assert relative_l2(attend(operands)[0], exact) < limit
     # what a scale of 1 for the zeros would do: scores a fifth of what they are
     bounded = dataclasses.replace(operands, k_scale_max=torch.ones_like(operands.k_scale_max))
     assert relative_l2(attend(bounded)[0], exact) > 0.5
