@@ -38,7 +38,7 @@ LAYERS = {
 }
 # attachments to other hosts may import theirs, in these places only
 HOSTS = {
-    "kernels/benchmark_peers.py": {"comfy_kitchen", "sageattention"},
+    "kernels/benchmark_peers.py": {"comfy_kitchen", "flash_attn", "sageattention"},
     "kernels/adapters": {"diffusers"},
     "kernels/parallel": {"diffusers", "vllm_omni", "xfuser", "yunchang"},
     "nodes/raylight_worker.py": {"raylight", "yunchang"},

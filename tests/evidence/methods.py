@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from comfyui_vc_attention.kernels.benchmark_peers import PEERS
 from comfyui_vc_attention.kernels.config import Recipe, VCConfig
 
 from .dense import WHOLE, Numerics, outputs
@@ -190,28 +191,16 @@ def _package(function):
     return run
 
 
-def _no_package(module, name, capabilities):
-    def why_not(sample):
-        if not sample.q.is_cuda:
-            return "needs a GPU"
-        if torch.cuda.get_device_capability() not in capabilities:
-            return "no kernel for this card"
-        try:
-            imported = __import__(module, fromlist=[name])
-        except ImportError:
-            return "not installed"
-        return None if hasattr(imported, name) else f"{module} has no {name}"
-
-    return why_not
-
-
-def _sage(name):
-    def attend(q, k, v):
-        import sageattention
-
-        return getattr(sageattention, name)(q, k, v, tensor_layout="HND", is_causal=False)
-
-    return attend
+def _no_sage3(sample):
+    if not sample.q.is_cuda:
+        return "needs a GPU"
+    if torch.cuda.get_device_capability() not in ((12, 0), (10, 0)):
+        return "no kernel for this card"
+    try:
+        import sageattn3  # noqa: F401
+    except ImportError:
+        return "not installed"
+    return None
 
 
 def _sage3(q, k, v):
@@ -220,26 +209,15 @@ def _sage3(q, k, v):
     return sageattn3_blackwell(q, k.clone(), v)  # it subtracts the mean in place
 
 
-def _kitchen(q, k, v):
-    from comfy_kitchen import int8_attention
-
-    return int8_attention(q, k, v)
-
-
-AMPERE_ON = tuple((major, minor) for major in (8, 9, 10, 12) for minor in (0, 3, 6, 9))
+QUANTIZED = ("SageAttention 1", "SageAttention 2", "comfy-kitchen INT8")
 
 
 def packages():
-    rows = (
-        ("SageAttention 1", "sageattention", "sageattn_qk_int8_pv_fp16_triton", AMPERE_ON, None),
-        ("SageAttention 2 sm_90", "sageattention", "sageattn_qk_int8_pv_fp8_cuda_sm90", ((9, 0),), None),
-        ("SageAttention 2", "sageattention", "sageattn_qk_int8_pv_fp8_cuda", ((8, 9), (12, 0)), None),
-        ("SageAttention 3", "sageattn3", "sageattn3_blackwell", ((12, 0), (10, 0)), _sage3),
-        ("comfy-kitchen INT8", "comfy_kitchen", "int8_attention", AMPERE_ON, _kitchen),
-    )  # fmt: skip
-    for name, module, function, capabilities, attend in rows:
-        yield Method(f"{name} (package)", "package", _package(attend or _sage(function)),
-                     _no_package(module, function, capabilities))  # fmt: skip
+    for peer in PEERS:
+        if peer.name in QUANTIZED:
+            yield Method(f"{peer.name} (package)", "package", _package(peer.attend),
+                         lambda sample, peer=peer: peer.why_not(sample.q))  # fmt: skip
+    yield Method("SageAttention 3 (package)", "package", _package(_sage3), _no_sage3)
 
 
 def _sdpa(q, k, v):
