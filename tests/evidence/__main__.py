@@ -1,7 +1,8 @@
-"""python tests/evidence [fidelity|clips|length|speed|larger|calibrate|draw|readme]: measure, write, draw.
+"""python tests/evidence [STAGE or TOOL ...]: measure, write, draw.
 
-Without a stage: fidelity, clips, length and speed, one after the other. What a machine cannot run (no GPU, a
-package that is not installed) is named in the tables. Results go to tests/evidence/results/<card>/.
+Stages: fidelity, clips, length, speed, models; without one all of them, one after the other. Tools: larger,
+calibrate, draw, readme, choices. What a machine cannot run (no GPU, a package that is not installed) is named
+in the tables. Results go to tests/evidence/results/<card>/.
 """
 
 import argparse
@@ -12,8 +13,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("fidelity", "clips", "length", "speed")
-TOOLS = ("larger", "calibrate", "draw", "readme")
+STAGES = ("fidelity", "clips", "length", "speed", "models")
+TOOLS = ("larger", "calibrate", "draw", "readme", "choices")
 
 
 def load_packages():

@@ -42,7 +42,6 @@ def bound(method: str, tensors: str = "gauss", margin: float = MARGIN) -> float:
 
 
 def row_of(recipe, order: str = "sequence") -> str:
-    """Name of a recipe's row. fp8_fp8 was measured with ExpCast only, which is its larger error."""
-    cast = recipe.expcast or recipe.numerics == "fp8_fp8"
+    """Name of a recipe's row."""
     means = f"means, {order}" if recipe.demean else "no means"
-    return f"{recipe.numerics}{' + ExpCast' * cast}, {means}"
+    return f"{recipe.numerics}{' + ExpCast' * recipe.expcast}, {means}"

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, replace
 
-from comfyui_vc_attention.kernels import group_tokens as shipped_group_tokens
 from comfyui_vc_attention.kernels.group import reference as group_reference
 from comfyui_vc_attention.kernels.prepare.reference import rotate
+from comfyui_vc_attention.kernels.registry import load_grouping
 from comfyui_vc_attention.kernels.testing import energy_removed
 
 from . import measures
@@ -18,6 +18,7 @@ from .tables import Table
 PAPER_ORDERS = {"sequence": (0.08, 1.81), "Hadamard on V": (None, 1.81), "cube": (0.12, 1.74),
                 "grouped": (0.36, 1.28), "warm": (None, 1.28), "balanced": (None, 1.17)}  # fmt: skip
 CLUSTERS, ITERATIONS = (4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 6, 10)
+SHIPPED_STEPS = (1, 2, 4, 10)
 
 
 @dataclass
@@ -102,7 +103,7 @@ def term_table(name, numbers, methods):
     keys = (
         "error",
         "coherence",
-        "cosine",
+        "cosine_distance",
         "probability_term",
         "value_term",
         "value_share",
@@ -111,7 +112,8 @@ def term_table(name, numbers, methods):
     )
     table = Table(
         f"Error taken apart: {name}",
-        "The terms of Eq. 2 over the output (the paper: 82% of the error is the values'), and V's error.",
+        "The terms of Eq. 2 over the output (the paper, Wan2.2, Q and K rotated: 82% of the error is the "
+        "values'; it depends on the recipe and on how sharp attention is), and V's error.",
         ["method", *(key.replace("_", " ") for key in keys)],
         notes=["Coherence: share of the error along one direction of the output; high: rows err alike."],
     )
@@ -119,6 +121,32 @@ def term_table(name, numbers, methods):
         row = numbers[method.name]
         if "value_term" in row:
             table.rows.append([method.name, *(row[key] for key in keys)])
+    return table
+
+
+def order_numbers(samples, name):
+    """Mean over samples of (share of the energy that tile means remove, E4M3 value MSE, that of no means)."""
+    found = []
+    for sample in samples:
+        turned = name == "Hadamard on V"  # keeps lengths, so its error is the error of what it turned
+        v = rotate(sample.v.float()) if turned else sample.v
+        order = None if turned else sample.order(name)
+        found.append((energy_removed(v, order), value_mse(v, order), value_mse(sample.v)))
+    return [sum(each) / len(samples) for each in zip(*found, strict=True)]
+
+
+def captured_order_table(samples):
+    """Token orders on captures, of few tokens: as many clusters as the node makes, but for balanced ones."""
+    table = Table(
+        "Captured token orders",
+        f"The same on the sample model's values, mean of {len(samples)} captures of "
+        f"{samples[0].v.shape[2]:,} tokens.",
+        ["order", "energy removed", "value MSE", "over sequence"],
+    )
+    for name in PAPER_ORDERS:
+        kept = [sample for sample in samples if name != "warm" or sample.earlier is not None]
+        share, error, base = order_numbers(kept, name)
+        table.rows.append([name, share, error, error / base])
     return table
 
 
@@ -130,13 +158,9 @@ def order_table(sample):
         "calibrated to the paper in three shares and the first error; the other errors are predicted.",
         ["order", "energy removed", "paper", "value MSE", "over sequence", "paper's MSE", "paper's ratio"],
     )
-    base = value_mse(sample.v)
     for name, (share, mse) in PAPER_ORDERS.items():
-        turned = name == "Hadamard on V"  # keeps lengths, so its error is the error of what it turned
-        v = rotate(sample.v.float()) if turned else sample.v
-        order = None if turned else sample.order(name)
-        error = value_mse(v, order)
-        table.rows.append([name, energy_removed(v, order), share, error, error / base,
+        removed, error, base = order_numbers([sample], name)
+        table.rows.append([name, removed, share, error, error / base,
                            mse * 1e-4, mse / PAPER_ORDERS["sequence"][1]])  # fmt: skip
     frames, rows, columns = sample.grid
     table.notes.append(
@@ -161,16 +185,26 @@ def sweep_table(samples):
             order = group_reference.group_tokens(sample.v, clusters, iterations=iterations).order
             table.rows.append([sample.name, clusters, iterations, energy_removed(sample.v, order),
                                value_mse(sample.v, order) / base])  # fmt: skip
-        order = shipped_group_tokens(sample.v, 128).order
-        table.rows.append([sample.name, 128, "as shipped here", energy_removed(sample.v, order),
-                           value_mse(sample.v, order) / base])  # fmt: skip
-        if sample.earlier is not None:
-            for iterations in (1, 2, 4):
-                before = group_reference.group_tokens(sample.earlier, 128)
-                order = group_reference.group_tokens(sample.v, 128, before, iterations=iterations).order
-                table.rows.append([sample.name, 128, f"warm, {iterations}", energy_removed(sample.v, order),
-                                   value_mse(sample.v, order) / base])  # fmt: skip
+        for name, order in stepped(sample):
+            table.rows.append([sample.name, 128, name, energy_removed(sample.v, order),
+                               value_mse(sample.v, order) / base])  # fmt: skip
     return table
+
+
+def stepped(sample, clusters=128):
+    """(what, order) by the grouping for this card, as shipped and by steps, and warm by the reference."""
+    group = load_grouping(sample.v, clusters)
+    yield "as shipped here", group(sample.v, clusters).order
+    for steps in SHIPPED_STEPS:
+        yield f"as shipped here, cold {steps}", group(sample.v, clusters, iterations=steps).order
+    if sample.earlier is None:
+        return
+    before, shipped = group_reference.group_tokens(sample.earlier, clusters), group(sample.earlier, clusters)
+    for steps in (1, 2, 4):
+        warm = group_reference.group_tokens(sample.v, clusters, before, iterations=steps)
+        yield f"warm, {steps}", warm.order
+        warm = group(sample.v, clusters, shipped, iterations=steps)
+        yield f"as shipped here, warm {steps}", warm.order
 
 
 def cast_table(samples, rows):
@@ -214,8 +248,10 @@ def run(device, sizes=None, larger=None, save=lambda tables, data: None):
         save(method_tables(found, methods), data)
     tables = method_tables(found, methods)
     structured = next(sample for sample in made if sample.name == "structured")
-    swept = [structured, next(s for s in samples if s.name.startswith("captured"))]
-    tables += [order_table(structured), sweep_table(swept)]
+    captured = [sample for sample in samples if sample.name.startswith("captured")]
+    middle = captured[len(captured) // 2].name.partition(", block")[0]  # every block of one step
+    swept = [structured, *(sample for sample in captured if sample.name.startswith(middle))]
+    tables += [order_table(structured), captured_order_table(captured), sweep_table(swept)]
     log("sweeps")
     casts, data["probability_error"] = cast_table(samples, min(sizes.rows, 256))
     return [*tables, casts], data

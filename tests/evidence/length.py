@@ -1,8 +1,14 @@
-"""Stage "length": error of every kernel that runs here, in sampled rows, from 1k to 400k keys."""
+"""Stage "length": error of every kernel that runs here, in sampled rows, from 1k to 400k keys.
+
+Beside the kernels the reference of every recipe: an error that both have is the recipe's, not accumulation.
+"""
+
+from dataclasses import replace
 
 import torch
 from comfyui_vc_attention.kernels import VCConfig, group_tokens, vc_attention
 from comfyui_vc_attention.kernels.benchmark import config_for
+from comfyui_vc_attention.kernels.config import resolve_demean
 from comfyui_vc_attention.kernels.dispatch import plain
 from comfyui_vc_attention.kernels.operands import AttentionProblem
 from comfyui_vc_attention.kernels.registry import KERNELS
@@ -10,18 +16,18 @@ from comfyui_vc_attention.kernels.testing import relative_l2
 
 from .fidelity import log
 from .measures import exact_rows
+from .methods import RECIPES
+from .stages import attend_rows
 from .tables import Table, named_failure
 
 LENGTHS = (1024, 4096, 16_384, 65_536, 131_072, 262_144, 299_520, 299_521, 314_437, 400_000)
-LARGE = (
-    (75_600, 40),
-    (113_406, 56),
-    (299_520, 56),
-)  # tokens, heads: real models' heads, one kernel each numerics
+# tokens, heads: one head, and as many as real models have, by one kernel of each numerics
+LARGE = ((400_000, 1), (75_600, 40), (113_406, 56), (299_520, 56))
+FAST = ("cuda_int8_fp8_sm90", "cuda_int8_int8_sm90", "cuda_fp8_fp8_sm90")
+REFERENCE_LENGTHS = (1024, 16_384, 131_072, 400_000)
 FUSED_FROM = 262_144  # shorter lengths are tested contiguous only, beside one short one
 ROWS = 128  # at the start, in the middle and at the end
 CPU_LENGTHS = (512, 1000)
-REFERENCE_TOKENS = 4096
 
 
 def inputs(tokens, heads, layout, device, seed=0):
@@ -41,10 +47,10 @@ def sampled(length):
 
 
 class Expected:
-    """Exact output in the sampled rows of the first and the last head."""
+    """Exact output in the sampled rows, or in these, of the first and the last head."""
 
-    def __init__(self, q, k, v):
-        self.rows = torch.tensor(sampled(q.shape[2]), device=q.device)
+    def __init__(self, q, k, v, rows=None):
+        self.rows = torch.tensor(rows or sampled(q.shape[2]), device=q.device)
         self.heads = sorted({0, q.shape[1] - 1})
         self.out = exact_rows(q[:, self.heads][:, :, self.rows], k[:, self.heads], v[:, self.heads])
 
@@ -56,10 +62,29 @@ def kernels_for(q, k, v):
     """(spec, config) of every kernel that can run this call."""
     for spec in KERNELS:
         config = config_for(spec)
-        if spec.why_not(AttentionProblem.of(q, k, v, config)) is None and (
-            spec.name != "reference" or q.shape[2] <= REFERENCE_TOKENS
-        ):
+        slow = q.is_cuda and spec.name == "reference"
+        if not slow and spec.why_not(AttentionProblem.of(q, k, v, config)) is None:
             yield spec, config
+
+
+def measure_references(table, tokens, heads, device):
+    """Add the rows of every recipe's reference, in whole blocks of queries: codes are shared inside them."""
+    q, k, v = inputs(tokens, heads, "contiguous", device)
+    rows = [row for first in sampled(tokens // ROWS * ROWS)[::ROWS] for row in block_at(first)]
+    expected, order = Expected(q, k, v, rows), group_tokens(v, 128).order
+    for name, recipe in RECIPES.items():
+        later = replace(recipe, demean=resolve_demean(None, recipe.value_format))
+        with named_failure(table, f"reference {name}, {tokens:,} keys"):
+            outs = [attend_rows(q, k, v, *how, expected.rows) for how in ((later, None), (recipe, order))]
+            errors = [relative_l2(out[:, expected.heads], expected.out) for out in outs]
+            table.rows.append([f"reference {name}", tokens, heads, "contiguous", *errors])
+    log(f"{tokens:,} tokens, references")
+
+
+def block_at(row):
+    """Rows of the whole block of ROWS that row is in."""
+    first = row // ROWS * ROWS
+    return range(first, first + ROWS)
 
 
 def measure(table, tokens, heads, layout, device, only=None):
@@ -90,15 +115,19 @@ def run(device, lengths=None, heads=2, save=lambda tables, data: None):
         "Does the error grow with the number of keys, and do long or odd lengths and views of one fused "
         f"projection work: relative L2 in {ROWS} rows at the start, the middle and the end, bf16.",
         ["kernel", "keys", "heads", "layout", "error", "error grouped"],
+        notes=["Error: as outside the grouping window. Each length is one draw of the tensors."],
     )
     jobs = [(tokens, heads, "contiguous", None) for tokens in lengths]
     jobs += [(t, heads, "fused", None) for t in lengths if t >= FUSED_FROM or t == lengths[0]]
-    fast = ("cuda_int8_fp8_sm90", "cuda_int8_int8_sm90")
-    jobs += [(tokens, many, "fused", fast) for tokens, many in LARGE] if cuda else []
+    jobs += [(tokens, many, "fused", FAST) for tokens, many in LARGE] if cuda else []
     data = {"config": str(VCConfig())}
     for tokens, many, layout, only in jobs:
         with named_failure(table, f"{tokens:,} keys, {many} heads, {layout}"):
             measure(table, tokens, many, layout, device, only)
+        save([table], data)
+    for tokens in REFERENCE_LENGTHS if cuda else lengths:
+        with named_failure(table, f"references, {tokens:,} keys"):
+            measure_references(table, tokens, heads, device)
         save([table], data)
     longest = max((row[1] for row in table.rows), default=0)
     table.notes.append(f"Longest measured: {longest:,} keys.")

@@ -23,11 +23,11 @@ def exact_rows(q, k, v, scale=None):
 def of_output(parts, expected):
     """Numbers of one method on some rows: a dict of floats.
 
-    error: relative L2. coherence: as coherence(). probability_term, value_term: the two terms of Eq. 2 over
-    the norm of the output. value_share: the second's share of the sum of squares. value_mse, value_error:
-    absolute mean square and relative L2 of the quantized values.
+    error: relative L2. cosine_distance: 1 - cosine. coherence: as coherence(). probability_term, value_term:
+    the two terms of Eq. 2 over the norm of the output. value_share: the second's share of the sum of squares.
+    value_mse, value_error: absolute mean square and relative L2 of the quantized values.
     """
-    found = {"error": relative_l2(parts.out, expected), "cosine": cosine(parts.out, expected)}
+    found = {"error": relative_l2(parts.out, expected), "cosine_distance": 1.0 - cosine(parts.out, expected)}
     found["coherence"] = coherence(parts.out, expected)
     if parts.exact_value_out is None:
         return found

@@ -55,10 +55,10 @@ def dense(numerics: Numerics, order: str = "sequence"):
 FP8 = Recipe("int8_fp8", expcast=True)
 FP8_EXP = Recipe("int8_fp8", expcast=False)
 INT8 = Recipe("int8_int8")
-ALL_FP8 = Recipe("fp8_fp8", expcast=True)
+ALL_FP8, ALL_FP8_EXP = Recipe("fp8_fp8", expcast=True), Recipe("fp8_fp8", expcast=False)
 NVFP4 = Recipe("nvfp4", smooth_q=True)
 RECIPES = {"int8_fp8 + ExpCast": FP8, "int8_fp8": FP8_EXP, "int8_int8": INT8, "fp8_fp8 + ExpCast": ALL_FP8,
-           "nvfp4": NVFP4}  # fmt: skip
+           "fp8_fp8": ALL_FP8_EXP, "nvfp4": NVFP4}  # fmt: skip
 ORDERS = ("sequence", "cube", "grouped", "uncapped", "warm", "balanced")
 BALANCED_TOKENS = 20_000  # balancing is slow: beyond that on plain structured values only
 

@@ -50,13 +50,14 @@ def shape_sentences():
     sizes = [f"{row['tokens']:,} x {row['heads']}" for row in made]
     shown = ", ".join(f"{ratio} ({size})" for ratio, size in zip(ratios, sizes, strict=False))
     shares = {
-        row["what"]: row["share"]
+        row["what"]: row["of the kernel, %"]
         for row in table("speed", "Order time")
         if row["clusters"] == 128 and row["Lloyd steps"] == "as shipped"
     }
     return [
         f"At the paper's shapes `auto` is {shown}; the first on captured tensors {ratios[-1]}.",
-        f"An order takes {shares['k-means']:.1%} of its time, warm {shares['k-means, warm']:.1%}.",
+        f"A token order takes {shares['k-means']:.1f}% of one call's kernel, "
+        f"{shares['k-means, warm']:.1f}% warm.",
     ]
 
 

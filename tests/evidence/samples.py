@@ -1,6 +1,6 @@
 """The tensors that the evidence measures on: made ones of several kinds, and captures of the sample model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from comfyui_vc_attention.kernels import VCConfig
@@ -77,25 +77,31 @@ def made_sample(kind, heads, grid, device="cpu", seed=0, dtype=torch.bfloat16):
     surroundings; attention by content: also to the same contents. outlier tokens: 1% of the tokens spike
     tenfold in 5% of their channels. K channels: 4 channels of K x10 where Q is x0.3, or x50 where Q is x0.02.
     logits x4: Q four times as large, so that few keys get all the weight.
+    Drawn on the CPU: the same tensors on every machine, those of the calibration among them.
     """
+    made = _made(kind, heads, grid, seed, dtype)
+    return replace(made, **{name: getattr(made, name).to(device) for name in ("q", "k", "v")},
+                   earlier=None if made.earlier is None else made.earlier.to(device))  # fmt: skip
+
+
+def _made(kind, heads, grid, seed, dtype):
     tokens = grid[0] * grid[1] * grid[2]
     if kind == "gauss":
-        q, k, v = sample_qkv("gauss", (1, heads, tokens, 128), device=device, seed=seed)
-        generator = torch.Generator(device).manual_seed(seed + 1)
-        k += torch.randn(1, heads, 1, 128, device=device, generator=generator)
+        q, k, v = sample_qkv("gauss", (1, heads, tokens, 128), seed=seed)
+        k += torch.randn(1, heads, 1, 128, generator=torch.Generator().manual_seed(seed + 1))
         made = [t.to(dtype) for t in (q, k, v)]
         return Sample(kind, *made, grid)
     if kind not in MADE_KINDS:
         raise ValueError(f"kind must be one of {', '.join(MADE_KINDS)}, got {kind!r}")
     by_content = "by content" in kind
-    q, k, v = structured_qkv(heads, grid, device=device, seed=seed, by_content=by_content)
-    earlier = structured_qkv(heads, grid, device=device, seed=seed, drift=DRIFT)[2]
+    q, k, v = structured_qkv(heads, grid, seed=seed, by_content=by_content)
+    earlier = structured_qkv(heads, grid, seed=seed, drift=DRIFT)[2]
     if "outlier tokens" in kind:
-        generator = torch.Generator(device).manual_seed(seed + 2)
+        generator = torch.Generator().manual_seed(seed + 2)
         spread = v.std()
-        token = torch.rand(1, heads, tokens, 1, device=device, generator=generator) < 0.01
-        channel = torch.rand(v.shape, device=device, generator=generator) < 0.05
-        spikes = token * channel * torch.randn(v.shape, device=device, generator=generator) * 10 * spread
+        token = torch.rand(1, heads, tokens, 1, generator=generator) < 0.01
+        channel = torch.rand(v.shape, generator=generator) < 0.05
+        spikes = token * channel * torch.randn(v.shape, generator=generator) * 10 * spread
         v, earlier = v + spikes, earlier + spikes
     if "K channels" in kind:
         gain, share = (50, 0.02) if "x50" in kind else (10, 0.3)

@@ -17,14 +17,23 @@ def run_stages(q, k, v, recipe: Recipe, order=None, scale=None, rows=None):
     queries, of which these are attended, whole blocks of 128: at 4 bits codes depend on all of them (N6).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    operands = prepare_stage.prepare(
-        q.float(), k.float(), v.float(), recipe, order=order, softmax_scale=scale
-    )
-    if rows is not None:
-        operands = some_queries(operands, rows)
+    operands = operands_of(q, k, v, recipe, order, scale, rows)
     out = attend_stage.attend(operands)[0]
     ordered = in_tile_order(v.float(), order, None)
     return out, attend_exact_values(operands, ordered), decoded_values(operands, ordered.shape[2]), ordered
+
+
+def operands_of(q, k, v, recipe, order, scale, rows=None):
+    """What the reference prepares; rows as above."""
+    made = prepare_stage.prepare(q.float(), k.float(), v.float(), recipe, order=order, softmax_scale=scale)
+    return made if rows is None else some_queries(made, rows)
+
+
+def attend_rows(q, k, v, recipe: Recipe, order, rows):
+    """The reference's output [B, H, M, D] in M rows of q, whole blocks of 128."""
+    some = (q, rows) if recipe.numerics == "nvfp4" else (q[:, :, rows], None)
+    scale = q.shape[-1] ** -0.5
+    return attend_stage.attend(operands_of(some[0], k, v, recipe, order, scale, some[1]))[0]
 
 
 def some_queries(operands, rows):

@@ -85,7 +85,10 @@ def environment(commit: str | None = None) -> dict[str, str]:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
-    changed = said("git", "status", "--porcelain", "--", ".", "../../kernels") != "unknown"
+    changed = (
+        said("git", "status", "--porcelain", "--", "../..", ":(exclude,top)tests/evidence/results")
+        != "unknown"
+    )
     facts["date"] = datetime.date.today().isoformat()
     facts["commit"] = commit or said("git", "rev-parse", "--short", "HEAD") + (
         " and changes" if changed else ""

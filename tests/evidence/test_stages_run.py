@@ -40,10 +40,14 @@ def test_fidelity_writes_tables_and_pictures(tmp_path, monkeypatch):
 
 def test_length_measures_both_layouts():
     (table,), data = length.run(torch.device("cpu"), lengths=(130, 400))
-    assert [row[1:4] for row in table.rows] == [
+    kernels = [row for row in table.rows if row[0] == "reference"]
+    assert [row[1:4] for row in kernels] == [
         [130, 2, "contiguous"], [400, 2, "contiguous"], [130, 2, "fused"],
     ]  # fmt: skip
-    assert all(0.005 < error < 0.03 for row in table.rows for error in row[4:])
+    assert all(0.005 < error < 0.03 for row in kernels for error in row[4:])
+    same = {row[1]: row[4] for row in table.rows if row[0] == "reference int8_int8"}
+    assert set(same) == {130, 400} and same[400] == pytest.approx(kernels[1][4], rel=0.1)
+    assert {row[0] for row in table.rows} == {"reference", *(f"reference {name}" for name in length.RECIPES)}
     assert data["longest"] == 400
 
 

@@ -148,11 +148,14 @@ def test_plain_leaves_the_means_to_the_values_format():
     assert plain(without) == without  # who asked for none gets none
 
 
-@pytest.mark.parametrize(("value_format", "means"), [("int8", True), ("fp8", False)])
-def test_plain_steps_through_the_operator(value_format, means):
-    """INT8 values keep their tile means in token order, also behind a mask; FP8 values have none."""
+@pytest.mark.parametrize(
+    ("config", "means"),
+    [(VCConfig(value_format="int8"), True), (VCConfig("4-bit"), True), (VCConfig(value_format="fp8"), False)],
+)
+def test_plain_steps_through_the_operator(config, means):
+    """All but FP8 values keep their tile means in token order, also behind a mask."""
     q, k, v = sample_qkv("clustered", (1, 2, 70, 64), keys=300)
-    config, mask = VCConfig(value_format=value_format), torch.arange(300)[None] != 7
+    mask = torch.arange(300)[None] != 7
     for key_mask in (None, mask):
         call = {"key_mask": key_mask, "kernel": "reference"}
         outs = {
