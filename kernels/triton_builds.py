@@ -17,7 +17,8 @@ FLAGS = {
 }  # fmt: skip
 ATTEND = {"D": 128, "BULK": False}
 ROWS = {"D": 128, "R": 64, "STEPS": 4, "ROPE": 0, "EXACT": True}
-TF32 = {**ROWS, "R": 32, "ROPE": 1, "EXACT": False}
+FP32 = {**ROWS, "R": 32, "STEPS": 1, "ROPE": 1, "EXACT": False}
+HALF = {**FP32, "ROPE": 2}
 KMEANS = {"D": 128, "CB": 64, "R": 128, "W": 256, "HAS_MASK": True}
 
 
@@ -43,13 +44,15 @@ def builds(arch: int, kernel: str | None = None) -> list[TritonBuild]:
     fp8 = {**ATTEND, "EXPCAST": True, "ASM": True, "BULK": True}
     plain = {**fp8, "ASM": False, "BULK": False}
     rows = (
-        TritonBuild("statistics", qk.statistics_kernel, 4, {**TF32, "CHUNK": 1024}),
+        TritonBuild("statistics", qk.statistics_kernel, 4, {**FP32, "CHUNK": 1024}),
         TritonBuild("finish", qk.finish_statistics_kernel, 8, {"D": 128, "R": 16}),
         TritonBuild("q int8", qk.quantize_q_kernel, 4, {**ROWS, "FP8": False}, INT8_QK),
-        TritonBuild("q int8 rope", qk.quantize_q_kernel, 8, {**TF32, "FP8": False}, INT8_QK),
+        TritonBuild("q int8 rope", qk.quantize_q_kernel, 4, {**FP32, "FP8": False}, INT8_QK),
+        TritonBuild("q int8 half", qk.quantize_q_kernel, 4, {**HALF, "FP8": False}, INT8_QK),
         TritonBuild("q fp8", qk.quantize_q_kernel, 4, {**ROWS, "FP8": True}, FP8_QK),
         TritonBuild("k int8", qk.quantize_k_kernel, 4, {**ROWS, "FP8": False}, INT8_QK),
-        TritonBuild("k int8 rope", qk.quantize_k_kernel, 8, {**TF32, "FP8": False}, INT8_QK),
+        TritonBuild("k int8 rope", qk.quantize_k_kernel, 4, {**FP32, "FP8": False}, INT8_QK),
+        TritonBuild("k int8 half", qk.quantize_k_kernel, 4, {**HALF, "FP8": False}, INT8_QK),
         TritonBuild("k fp8", qk.quantize_k_kernel, 4, {**ROWS, "FP8": True}, FP8_QK),
         TritonBuild("v int8", v, 8, {"D": 128, "FP8": False}, INT8_VALUES),
         TritonBuild("v fp8", v, 8, {"D": 64, "FP8": True}, FP8_VALUES),
@@ -88,7 +91,7 @@ def pointer_format(kernel, name, fp8, exact):
     """Triton's type of a kernel argument that is a tensor, None for an integer or float."""
     values_fp8 = kernel == "attend_fp8_values_kernel"
     return {
-        "signs": "*bf16" if exact else "*fp32",
+        "signs": "*fp32" if kernel.startswith("finish") else "*bf16",
         "q": ("*fp8e4nv" if fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
         "k": ("*fp8e4nv" if fp8 else "*i8") if kernel.startswith("attend") else "*bf16",
         "v": ("*fp8e4nv" if values_fp8 else "*i8") if kernel.startswith("attend") else "*bf16",

@@ -13,30 +13,35 @@ from .triton_rows import (
     load_rows,
     quotient,
     rotate,
+    rotate_fp32,
+    rotation_factors,
     rotation_signs,
     scale_of,
     to_codes,
     tokens_at,
 )
 
-ROWS, ROWS_TF32 = 64, 32  # rows a program quantizes at a time: 48 and 80 KB of shared memory
-STEPS = 4  # times it does so, so that the rotation matrix is read once for 256 rows (chosen)
+# Rows a program quantizes at a time, how often, and its warps (measured). A matrix of D is read once for 256
+# rows. Without one, one step needs half the registers of a loop; four warps took 3.5 ms where eight took 4.1
+# (an H200, 40 heads of 75,600 tokens).
+SHAPE_EXACT, SHAPE_FP32 = (64, 4, 4), (32, 1, 4)
 STATISTICS_ROWS = 1024  # rows a program sums up (chosen)
 
 ROPE_LAYOUTS = {"interleaved": 1, "half": 2}
 
 
 # One program: STATISTICS_ROWS keys of one head. Sums of k and largest |v|, per channel.
+# Here and below neighbouring programs are of other heads, which read the same of cos and sin.
 # Prefixes: o_ offsets, m_ masks, b_ blocks in registers, i_ indices.
-@triton.jit(do_not_specialize=("lk", "n_chunks", "rope_b", "n_heads"))
+@triton.jit(do_not_specialize=("lk", "n_chunks", "rope_b", "n_heads", "n_bh"))
 def statistics_kernel(
     k, v, order, key_count, cos, sin, k_sum, v_amax,
-    k_b, k_h, k_l, v_b, v_h, v_l, rope_b, lk, n_heads, n_chunks,
+    k_b, k_h, k_l, v_b, v_h, v_l, rope_b, lk, n_heads, n_bh, n_chunks,
     D: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
 ):  # fmt: skip
-    i_c = tl.program_id(0) % n_chunks
-    i_bh = (tl.program_id(0) // n_chunks).to(tl.int64)
+    i_bh = (tl.program_id(0) % n_bh).to(tl.int64)
+    i_c = tl.program_id(0) // n_bh
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     count = lk
     if HAS_COUNT:
@@ -93,25 +98,27 @@ def finish_statistics_kernel(
         tl.store(v_scale + i_bh * D + o_d, scale_of(largest_of(b_max, 0), 224.0))
 
 
-# One program: STEPS blocks of R query rows of one head.
-@triton.jit(do_not_specialize=("lq", "n_blocks", "rope_b", "n_heads"))
+# One program: STEPS blocks of R query rows of one head. signs as rotation_of says.
+@triton.jit(do_not_specialize=("lq", "n_bh", "rope_b", "n_heads"))
 def quantize_q_kernel(
     q, signs, cos, sin, k_mean, codes, scales, lse_shift,
-    q_b, q_h, q_l, rope_b, lq, n_heads, n_blocks, root, softmax_scale,
+    q_b, q_h, q_l, rope_b, lq, n_heads, n_bh, root, softmax_scale,
     D: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, ROPE: tl.constexpr,
     ROTATE: tl.constexpr, EXACT: tl.constexpr, FP8: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    i_block = tl.program_id(0) % n_blocks
-    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_bh = (tl.program_id(0) % n_bh).to(tl.int64)
+    i_block = tl.program_id(0) // n_bh
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     o_d = tl.arange(0, D)
-    if ROTATE:
+    if ROTATE and EXACT:
         b_h = tl.load(signs + o_d[:, None] * D + o_d[None, :])
     if HAS_SHIFT:
         b_mean = tl.load(k_mean + i_bh * D + o_d)
     p_q = q + i_b * q_b + i_h * q_h
     i_first = i_block * STEPS * R
-    for start in range(i_first, tl.minimum(i_first + STEPS * R, lq), R):
+    # one step that is known to be one is no loop
+    stop = i_first + R if STEPS == 1 else tl.minimum(i_first + STEPS * R, lq)
+    for start in range(i_first, stop, R):
         o_row = start + tl.arange(0, R)
         m_row = o_row < lq
         b_token = tl.where(m_row, o_row, 0).to(tl.int64)
@@ -119,9 +126,11 @@ def quantize_q_kernel(
         if HAS_SHIFT:
             b_shift = softmax_scale * tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1)
             tl.store(lse_shift + i_bh * lq + o_row, b_shift, mask=m_row)
-        if not EXACT:
-            b_q = b_q.to(tl.float32)
-        b_q = rotate(b_q, b_h, root, EXACT) if ROTATE else b_q.to(tl.float32)
+        if ROTATE and EXACT:
+            b_q = rotate(b_q, b_h, root)
+        b_q = b_q.to(tl.float32)
+        if ROTATE and not EXACT:
+            b_q = rotate_fp32(b_q, signs, root, ROPE)
         b_scale = scale_of(largest_of(b_q, 1), 448.0 if FP8 else 127.0)
         b_code = to_codes(quotient(b_q, b_scale[:, None]), FP8)
         tl.store(scales + i_bh * lq + o_row, b_scale, mask=m_row)
@@ -131,39 +140,40 @@ def quantize_q_kernel(
 
 # One program: STEPS blocks of R keys of one head, in tile order; R is whole groups of 32 keys. k_mean is
 # rotated when k is rotated before it is subtracted, which is when EXACT.
-@triton.jit(do_not_specialize=("lk", "n_blocks", "n_tiles", "rope_b", "n_heads"))
+@triton.jit(do_not_specialize=("lk", "n_bh", "n_tiles", "rope_b", "n_heads"))
 def quantize_k_kernel(
     k, order, key_count, signs, cos, sin, k_mean, codes, scales,
-    k_b, k_h, k_l, rope_b, lk, n_heads, n_blocks, n_tiles, root,
+    k_b, k_h, k_l, rope_b, lk, n_heads, n_bh, n_tiles, root,
     D: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, ROPE: tl.constexpr,
     ROTATE: tl.constexpr, EXACT: tl.constexpr, FP8: tl.constexpr, SMOOTH: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_COUNT: tl.constexpr,
 ):  # fmt: skip
-    i_block = tl.program_id(0) % n_blocks
-    i_bh = (tl.program_id(0) // n_blocks).to(tl.int64)
+    i_bh = (tl.program_id(0) % n_bh).to(tl.int64)
+    i_block = tl.program_id(0) // n_bh
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     count = lk
     if HAS_COUNT:
         count = tl.load(key_count + i_b)
     o_d = tl.arange(0, D)
-    if ROTATE:
+    if ROTATE and EXACT:
         b_h = tl.load(signs + o_d[:, None] * D + o_d[None, :])
     if SMOOTH:
         b_mean = tl.load(k_mean + i_bh * D + o_d)
     p_k = k + i_b * k_b + i_h * k_h
     i_first = i_block * STEPS * R
-    for start in range(i_first, tl.minimum(i_first + STEPS * R, n_tiles * 128), R):
+    stop = i_first + R if STEPS == 1 else tl.minimum(i_first + STEPS * R, n_tiles * 128)
+    for start in range(i_first, stop, R):
         o_key = start + tl.arange(0, R)
         m_key = o_key < count
         b_token = tokens_at(order, i_bh, o_key, m_key, lk, HAS_ORDER)
         b_k = load_rows(p_k, k_l, b_token, m_key, cos, sin, i_b * rope_b, D, ROPE)
         if ROTATE and EXACT:
-            b_k = rotate(b_k, b_h, root, True)
+            b_k = rotate(b_k, b_h, root)
         b_k = b_k.to(tl.float32)
         if SMOOTH:
             b_k = tl.where(m_key[:, None], b_k - b_mean[None, :], 0.0)
         if ROTATE and not EXACT:
-            b_k = rotate(b_k, b_h, root, False)
+            b_k = rotate_fp32(b_k, signs, root, ROPE)
         b_amax = largest_of(tl.reshape(largest_of(b_k, 1), [R // 32, 32]), 1)
         b_scale = scale_of(b_amax, 448.0 if FP8 else 127.0)
         b_row_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [R // 32, 32]), [R])
@@ -180,12 +190,19 @@ def quantize_k_kernel(
 
 
 def rope_arguments(rope, batch):
-    """(cos, sin, elements between batch entries, layout number) for the kernels."""
+    """(cos, sin, rows from one batch entry to the next, layout number) for the kernels."""
     if rope is None:
         return None, None, 0, 0
     cos, sin, layout = rope
     cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos[0].numel() if cos.dim() == 3 else 0, ROPE_LAYOUTS[layout]
+    return cos, sin, cos.shape[1] if cos.dim() == 3 else 0, ROPE_LAYOUTS[layout]
+
+
+def rotation_of(x, layout):
+    """(EXACT, signs, shape) by which a kernel rotates rows of x after a rotary embedding of that layout."""
+    if exact_products(x.dtype, layout):
+        return True, rotation_signs(x.shape[-1], x.dtype, x.device), SHAPE_EXACT
+    return False, rotation_factors(x.shape[-1], x.device), SHAPE_FP32
 
 
 @dataclass(frozen=True)
@@ -213,7 +230,7 @@ def statistics(k, v, order, key_count, rope, want_k, want_v) -> Statistics:
     has_count = key_count is not None
     statistics_kernel[(b * h * n_chunks,)](
         k, v, order, key_count, cos, sin, k_sum, v_amax,
-        *k.stride()[:3], *v.stride()[:3], rope_b, lk, h, n_chunks,
+        *k.stride()[:3], *v.stride()[:3], rope_b, lk, h, b * h, n_chunks,
         # all keys in any order have one sum: stream them
         D=d, CHUNK=STATISTICS_ROWS, R=32, ROPE=layout, HAS_ORDER=order is not None and has_count,
         HAS_COUNT=has_count, HAS_K=want_k, HAS_V=want_v, num_warps=4,
@@ -234,14 +251,13 @@ def quantize_q(q, recipe, rope, k_mean, softmax_scale):
     scales = q.new_empty(b, h, lq, dtype=torch.float32)
     shift = None if k_mean is None else torch.empty_like(scales)
     cos, sin, rope_b, layout = rope_arguments(rope, b)
-    exact = exact_products(q.dtype, layout)
-    rows = ROWS if exact else ROWS_TF32
-    n_blocks = triton.cdiv(lq, rows * STEPS)
+    exact, signs, (rows, steps, warps) = rotation_of(q, layout)
+    n_blocks = triton.cdiv(lq, rows * steps)
     quantize_q_kernel[(b * h * n_blocks,)](
-        q, rotation_signs(d, q.dtype if exact else torch.float32, q.device), cos, sin, k_mean, codes, scales,
-        shift, *q.stride()[:3], rope_b, lq, h, n_blocks, d**-0.5, softmax_scale,
-        D=d, R=rows, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk, EXACT=exact, FP8=fp8,
-        HAS_SHIFT=shift is not None, num_warps=4 if exact else 8, num_stages=1,
+        q, signs, cos, sin, k_mean, codes, scales, shift,
+        *q.stride()[:3], rope_b, lq, h, b * h, d**-0.5, softmax_scale,
+        D=d, R=rows, STEPS=steps, ROPE=layout, ROTATE=recipe.rotate_qk, EXACT=exact, FP8=fp8,
+        HAS_SHIFT=shift is not None, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return codes, scales, shift
 
@@ -254,15 +270,14 @@ def quantize_k(k, recipe, order, key_count, rope, statistics: Statistics):
     codes = k.new_empty(b, h, tiles, 128, d, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
     scales = k.new_empty(b, h, tiles, 4, dtype=torch.float32)
     cos, sin, rope_b, layout = rope_arguments(rope, b)
-    exact = exact_products(k.dtype, layout)
+    exact, signs, (rows, steps, warps) = rotation_of(k, layout)
     k_mean = statistics.k_mean_rotated if exact and recipe.rotate_qk else statistics.k_mean
-    rows = ROWS if exact else ROWS_TF32
-    n_blocks = triton.cdiv(tiles * 128, rows * STEPS)
+    n_blocks = triton.cdiv(tiles * 128, rows * steps)
     quantize_k_kernel[(b * h * n_blocks,)](
-        k, order, key_count, rotation_signs(d, k.dtype if exact else torch.float32, k.device), cos, sin,
-        k_mean, codes, scales, *k.stride()[:3], rope_b, lk, h, n_blocks, tiles, d**-0.5,
-        D=d, R=rows, STEPS=STEPS, ROPE=layout, ROTATE=recipe.rotate_qk, EXACT=exact, FP8=fp8,
+        k, order, key_count, signs, cos, sin, k_mean, codes, scales,
+        *k.stride()[:3], rope_b, lk, h, b * h, tiles, d**-0.5,
+        D=d, R=rows, STEPS=steps, ROPE=layout, ROTATE=recipe.rotate_qk, EXACT=exact, FP8=fp8,
         SMOOTH=recipe.smooth_k, HAS_ORDER=order is not None, HAS_COUNT=key_count is not None,
-        num_warps=4 if exact else 8, num_stages=1,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
     return codes, scales

@@ -109,13 +109,45 @@ def test_no_key_at_all():
     assert_same_operands(*both(q, k, v, key_count=count))
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
+every_layout = pytest.mark.parametrize("layout", ["interleaved", "half"])
+
+
+def rope_of(length, layout, *batch, head_dim=128):
+    angles = torch.rand(*batch, length, head_dim // 2, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    return (angles * 6.28).cos(), (angles * 6.28).sin(), layout
+
+
+@every_layout
 @pytest.mark.parametrize("batched", [False, True])
 def test_rotary_embedding(layout, batched):
     q, k, v = sample_qkv("clustered", (2, 2, 140, 128), keys=140, dtype=torch.bfloat16, device=DEVICE)
-    angles = torch.rand(*((2,) if batched else ()), 150, 64, device=DEVICE) * 6.28
-    rope = (angles.cos(), angles.sin(), layout)
+    rope = rope_of(150, layout, *((2,) if batched else ()))
     assert_same_operands(*both(q, k, v, order=shuffled(2, 2, 140), rope=rope, want_lse=True))
+
+
+@every_layout
+@pytest.mark.parametrize("dtype, head_dim", [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)])
+def test_rotary_embedding_of_dtypes_and_head_dims(layout, dtype, head_dim):
+    q, k, v = sample_qkv("clustered", (1, 2, 33, head_dim), keys=140, dtype=dtype, device=DEVICE)
+    assert_same_operands(*both(q, k, v, rope=rope_of(140, layout, head_dim=head_dim)))
+
+
+@every_layout
+def test_rotary_embedding_of_rows_at_odd_strides(layout):
+    count = torch.tensor([101], dtype=torch.int32, device=DEVICE)
+    tensors = sample_qkv("clustered", (1, 2, 130, 131), dtype=torch.float16, device=DEVICE)
+    q, k, v = (x[..., 3:] for x in tensors)
+    assert q.stride(2) == 131
+    options = {"order": shuffled(1, 2, 130), "key_count": count, "rope": rope_of(130, layout)}
+    assert_same_operands(*both(q, k, v, **options))
+
+
+@every_layout
+@pytest.mark.parametrize("switch", ["rotate_qk", "smooth_k"])
+def test_rotary_embedding_without_a_step(layout, switch):
+    q, k, v = sample_qkv("clustered", (1, 2, 40, 128), keys=150, dtype=torch.float16, device=DEVICE)
+    recipe = dataclasses.replace(RECIPE, **{switch: False})
+    assert_same_operands(*both(q, k, v, recipe, rope=rope_of(150, layout), want_lse=True))
 
 
 def test_views_of_one_fused_tensor():

@@ -6,6 +6,8 @@ from comfyui_vc_attention.kernels import formats
 from comfyui_vc_attention.kernels.prepare.triton_rows import (
     exact_products,
     rotate,
+    rotate_fp32,
+    rotation_factors,
     rotation_signs,
     scale_of,
     to_codes,
@@ -24,10 +26,13 @@ def codes_kernel(x, codes, N: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def rotate_kernel(x, signs, out, root, D: tl.constexpr, EXACT: tl.constexpr):
+def rotate_kernel(x, signs, out, root, D: tl.constexpr, EXACT: tl.constexpr, ROPE: tl.constexpr):
     o_x = tl.arange(0, 64)[:, None] * D + tl.arange(0, D)[None, :]
-    b_h = tl.load(signs + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
-    tl.store(out + o_x, rotate(tl.load(x + o_x), b_h, root, EXACT))
+    if EXACT:
+        b_h = tl.load(signs + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
+        tl.store(out + o_x, rotate(tl.load(x + o_x), b_h, root))
+    else:
+        tl.store(out + o_x, rotate_fp32(tl.load(x + o_x), signs, root, ROPE))
 
 
 @triton.jit
@@ -60,15 +65,18 @@ def test_e4m3_codes_round_to_even_carry_and_saturate():
     assert torch.equal(codes.float(), formats.to_e4m3(x).float())
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("layout", [0, 1, 2], ids=["plain", "interleaved", "half"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rotation_is_exact_to_float32(dtype):
-    x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) + 3).to(dtype).to(DEVICE)
-    exact = exact_products(dtype)
+def test_rotation_is_exact_to_float32(dtype, layout, head_dim):
+    x = (torch.randn(64, head_dim, generator=torch.Generator().manual_seed(1)) + 3).to(dtype).to(DEVICE)
+    exact = exact_products(dtype, layout)
     if not exact:
-        x = x.float()
-    out = torch.empty(64, 128, device=DEVICE)
-    rotate_kernel[(1,)](x, rotation_signs(128, x.dtype, x.device), out, 128**-0.5, D=128, EXACT=exact)
-    expected = x.double() @ formats.hadamard_matrix(128, torch.float64, DEVICE)
+        x = x.float() * 1.2345  # more bits than 16-bit numbers have
+    signs = rotation_signs(head_dim, x.dtype, x.device) if exact else rotation_factors(head_dim, x.device)
+    out = torch.empty(64, head_dim, device=DEVICE)
+    rotate_kernel[(1,)](x, signs, out, head_dim**-0.5, D=head_dim, EXACT=exact, ROPE=layout)
+    expected = x.double() @ formats.hadamard_matrix(head_dim, torch.float64, DEVICE)
     assert (out - expected).abs().max() < 1e-5
 
 
