@@ -7,7 +7,9 @@ ROWS = {
     "cuda_int8_fp8_sm90": "`cuda_int8_fp8_sm90` (`auto`)",
     "cuda_int8_int8_sm90": "`cuda_int8_int8_sm90` (`expcast off`)",
     "triton_int8_fp8": "`triton_int8_fp8`",
-    "comfy-kitchen INT8": "comfy-kitchen {comfy-kitchen} INT8, for comparison",
+    "FlashAttention-4": "FlashAttention-4 {flash-attn-4}, 16 bits",
+    "SageAttention 2": "SageAttention {sageattention}",
+    "comfy-kitchen INT8": "comfy-kitchen {comfy-kitchen} INT8",
 }
 # of ours a grouped step, whose kernel does more; a peer has its call alone
 OURS = ("kernel grouped over cuDNN", "in turns over cuDNN", "call grouped over cuDNN", "relative L2")
@@ -34,6 +36,8 @@ def speed_lines():
     lines = [f"| {where} | kernel, over cuDNN | taking turns | with its preparation | relative L2 |"]
     rows = {(row["kernel"], row["tokens"], row["heads"]): row for row in table("speed", "Speed over length")}
     for name, shown in ROWS.items():
+        if (name, TOKENS[0], HEADS) not in rows:
+            continue  # a package that was not installed
         both = [rows[name, tokens, HEADS] for tokens in TOKENS]
         columns = OURS if both[0][OURS[0]] is not None else PEERS
         cells = [quoted(column, [row.get(column) for row in both]) for column in columns]

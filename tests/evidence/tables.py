@@ -16,7 +16,7 @@ from comfyui_vc_attention.kernels.validation import first_line
 RESULTS = Path(__file__).resolve().parent / "results"
 # of kernels, of packages and of memory; anything else is our mistake and ends the stage
 FAILURES = (RuntimeError, ValueError, ImportError, NotImplementedError)
-PACKAGES = ("torch", "triton", "sageattention", "sageattn3", "comfy-kitchen")
+PACKAGES = ("torch", "triton", "flash-attn-4", "sageattention", "sageattn3", "comfy-kitchen")
 
 
 @dataclass
