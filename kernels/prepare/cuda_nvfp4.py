@@ -86,7 +86,7 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
     # each input is given up as soon as it was read, before there is memory for the next one's codes
     listed = _listed_by_token(order, key_count)
-    passes.statistics(job(), job(order=listed), recipe, chunks, blocks, tables)
+    passes.statistics(job(order=listed), recipe, chunks, blocks, tables)
     codes_shared = 0, FEEDBACK_BYTES
     made_k = empty(tiles, TILE_RECORD, dtype=torch.uint8)
     k_centred = empty(tiles * formats.TILE, HEAD_DIM, dtype=torch.bfloat16) if recipe.smooth_q else None
@@ -110,7 +110,7 @@ def prepare(q, k, v, recipe: Recipe, *, order=None, key_count=None, softmax_scal
 
 
 def _listed_by_token(order, key_count):
-    """The order with the keys that exist by token: moments do not see how keys are grouped (N6)."""
+    """The order with the keys that exist by token: means and moments do not see how keys are grouped (N6)."""
     if order is None or key_count is None:
         return order
     return order.gather(2, by_token(order, key_count))
@@ -123,10 +123,10 @@ class _Passes:
         self.all_heads = q.shape[0] * q.shape[1]
         self.of_q, self.of_k, self.of_v = (load(x.dtype, q.device, rope, _is_wide(x)) for x in (q, k, v))
 
-    def statistics(self, job, listed_job, recipe, chunks, blocks, tables):
+    def statistics(self, job, recipe, chunks, blocks, tables):
         """Means of k and of q's blocks, then second moments of what is left and what follows (N6): tables.
 
-        listed_job: the job whose order lists the existing keys by token.
+        job: one whose order lists the existing keys by token.
         """
         if recipe.smooth_k:
             self.of_k.launch("sum_k", (chunks, self.all_heads), 256, job)
@@ -134,7 +134,7 @@ class _Passes:
         if recipe.smooth_q:
             self.of_q.launch("mean_q", (blocks, self.all_heads), 512, job)
         for number, module in enumerate((self.of_q, self.of_k)):
-            module.launch("moments", (HEAD_DIM // 32, self.all_heads), 256, listed_job, pack("i", number))
+            module.launch("moments", (HEAD_DIM // 32, self.all_heads), 256, job, pack("i", number))
         self.of_k.launch("shape", (self.all_heads, 2), 512, job, shared=SHAPE_BYTES)
 
     def codes(self, module, kernel, blocks, threads, job, shared):

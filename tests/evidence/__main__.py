@@ -56,7 +56,7 @@ def main(argv=None):
             continue
         write = functools.partial(tables.write, stage, out=out, facts=facts)
         extra = {"larger": options.weights} if stage == "fidelity" and options.weights else {}
-        if stage == "clips":
+        if stage in ("fidelity", "clips", "speed"):
             extra["earlier"] = tables.unfinished(stage, out, facts)
         with torch.inference_mode():
             # a run that is cut short leaves what it had

@@ -207,7 +207,14 @@ def stepped(sample, clusters=128):
         yield f"as shipped here, warm {steps}", warm.order
 
 
-def cast_table(samples, rows):
+def cast_numbers(sample, rows):
+    """Probability errors of one kind of tensors: what measures.probability_error has, and Eq. 15's bound."""
+    q, _ = sample.rows(rows)
+    bound = measures.diameter_bound(q, sample.k, sample.v)
+    return measures.probability_error(q, sample.k) | {"output_over_bound": bound}
+
+
+def cast_table(numbers):
     """Total variation of ExpCast's rows and of exponential-then-cast's, and the bounds."""
     table = Table(
         "Probability error (Eq. 8, 15)",
@@ -217,41 +224,38 @@ def cast_table(samples, rows):
          "largest - (0.0364 + tail)",
          "exp and cast mean", "largest ", "output moved, over its bound"],
     )  # fmt: skip
-    data = {}
-    for sample in samples:
-        q, _ = sample.rows(rows)
-        found = data[sample.name] = measures.probability_error(q, sample.k)
-        found["output_over_bound"] = measures.diameter_bound(q, sample.k, sample.v)
+    for name, found in numbers.items():
         fast, plain = found["expcast"], found["exp"]
-        table.rows.append([sample.name, found["rows"], fast["mean"], fast["largest"],
+        table.rows.append([name, found["rows"], fast["mean"], fast["largest"],
                            fast["largest_without_underflow"], fast["largest_over_bound"], plain["mean"],
                            plain["largest"], found["output_over_bound"]])  # fmt: skip
-    return table, data
+    return table
 
 
-def run(device, sizes=None, larger=None, save=lambda tables, data: None):
+def run(device, sizes=None, larger=None, save=lambda tables, data: None, earlier=None):
     """(tables, data) of this stage. larger: weights of tool larger, to capture from as well.
 
-    save: given both after each kind of tensors.
+    save: given both after each kind of tensors. earlier: the same run's results before it was cut short;
+    what it measured, captures of a larger model too, is not measured again.
     """
     sizes = sizes or (Sizes() if device.type == "cuda" else CPU_SIZES)
     methods = all_methods()
+    captured = captured_samples(sizes.steps, sizes.blocks, device=device)
+    more = captured_samples(sizes.steps, sizes.blocks, larger, device) if larger else []
+    samples = [replace(sample, name=f"larger model, {sample.name}") for sample in more] + captured
     made = [made_sample(kind, sizes.heads, sizes.grid, device) for kind in sizes.kinds]
-    samples = made + captured_samples(sizes.steps, sizes.blocks, device=device)
-    if larger:
-        more = captured_samples(sizes.steps, sizes.blocks, larger, device)
-        samples += [replace(sample, name=f"larger model, {sample.name}") for sample in more]
-    found = {}
-    data = {"size": {"heads": sizes.heads, "grid": sizes.grid, "rows": sizes.rows}, "numbers": found}
-    for sample in samples:
-        found[sample.name] = measure(sample, methods, sizes.rows)
-        save(method_tables(found, methods), data)
+    found, casts = (dict((earlier or {}).get(part, {})) for part in ("numbers", "probability_error"))
+    data = {"size": {"heads": sizes.heads, "grid": sizes.grid, "rows": sizes.rows}}
+    data |= {"numbers": found, "probability_error": casts}
+    for sample in samples + made:
+        if sample.name not in casts:
+            found[sample.name] = measure(sample, methods, sizes.rows)
+            casts[sample.name] = cast_numbers(sample, min(sizes.rows, 256))
+            save(method_tables(found, methods), data)
     tables = method_tables(found, methods)
     structured = next(sample for sample in made if sample.name == "structured")
-    captured = [sample for sample in samples if sample.name.startswith("captured")]
     middle = captured[len(captured) // 2].name.partition(", block")[0]  # every block of one step
     swept = [structured, *(sample for sample in captured if sample.name.startswith(middle))]
     tables += [order_table(structured), captured_order_table(captured), sweep_table(swept)]
     log("sweeps")
-    casts, data["probability_error"] = cast_table(samples, min(sizes.rows, 256))
-    return [*tables, casts], data
+    return [*tables, cast_table(casts)], data

@@ -19,7 +19,7 @@ from .captured import captured_long
 from .fidelity import log
 from .length import Expected, kernels_for
 from .structured import structured_qkv
-from .tables import Table, named_failure
+from .tables import Table, earlier_row, named_failure
 
 LENGTHS, HEADS = (4096, 8192, 16_384, 32_768, 75_600), 40
 HEAD_COUNTS, HEADS_LENGTH = (12, 16, 24, 32, 56), 32_768
@@ -32,8 +32,8 @@ PAPER_SHAPES = {  # (tokens in time, rows, columns), heads; paper, appendix A
     "MiniMax-H3 1344x768": ((70, 25, 42), 56),
 }
 PEAKS = {(9, 0): (1979.0, 989.0)}  # TFLOP/s of 8 and of 16 bits, dense; the card's data sheet
-WARM_UP_S, TURNS_S = 0.1, 1.0  # before each measurement; how long calls take turns, a warm-up of half
-LONG_FLOPS, CALLS = 2e13, (10, 4)  # calls back to back, of short calls and of those longer than that
+WARM_UP_S, TURNS_S = 0.1, 0.6  # before each measurement; how long calls take turns, a warm-up of half
+LONG_FLOPS, CALLS = 2e13, (10, 3)  # calls back to back, of short calls and of those longer than that
 STEPS, BLOCKS = 40, 40  # of the clip whose attention the schedules are summed over (Wan 14B)
 COLUMNS = [
     "kernel", "tokens", "heads", "tensors", "kernel ms", "TFLOP/s", "of peak", "kernel over cuDNN",
@@ -159,25 +159,29 @@ def without_expcast(spec, config):
         yield f"{spec.name}, expcast off", spec, replace(config, expcast="off", value_format="fp8")
 
 
-def time_shape(table, q, k, v, tensors, best_only, save):
+def time_shape(table, q, k, v, tensors, best_only, save, earlier=None):
     """Add the rows of one shape to the table, saving after each; what fails is named in the table's notes.
 
-    best_only: the best kernel of each numerics, and what ExpCast buys it.
+    best_only: the best kernel of each numerics, and what ExpCast buys it. earlier: as of run().
     """
-    shape = Shape(q, k, v, tensors)
-    jobs = {"cuDNN bf16": shape.cudnn_row}
+    jobs = {"cuDNN bf16": Shape.cudnn_row}
     for spec, config in chosen_kernels(q, k, v, best_only):
-        jobs[spec.name] = functools.partial(shape.kernel_row, spec.name, spec, config)
-        for other in without_expcast(spec, config) if best_only else ():
-            jobs[other[0]] = functools.partial(shape.kernel_row, *other)
+        for name, *how in ((spec.name, spec, config), *(without_expcast(spec, config) if best_only else ())):
+            jobs[name] = functools.partial(Shape.kernel_row, name=name, spec=how[0], config=how[1])
     for peer in PEERS:  # PyTorch's default is FlashAttention-2 or cuDNN, slower or measured above
         if not peer.name.startswith("PyTorch") and peer.why_not(q) is None:
-            jobs[peer.name] = functools.partial(shape.peer_row, peer)
+            jobs[peer.name] = functools.partial(Shape.peer_row, peer=peer)
+    place = f"{q.shape[2]:,} tokens, {q.shape[1]} heads, {tensors}"
+    before = [earlier_row(earlier, table, [name, q.shape[2], q.shape[1], tensors]) for name in jobs]
+    if all(before):  # ratios are over the same run's cuDNN: all of a shape or nothing
+        table.rows += before
+        return
+    shape = Shape(q, k, v, tensors)
     for name, job in jobs.items():
-        with named_failure(table, f"{name}, {q.shape[2]:,} tokens, {q.shape[1]} heads, {tensors}"):
-            table.rows.append(job())
+        with named_failure(table, f"{name}, {place}"):
+            table.rows.append(job(shape))
         save()
-    log(f"{q.shape[2]:,} tokens, {q.shape[1]} heads, {tensors}: {len(jobs)} rows")
+    log(f"{place}: {len(jobs)} rows")
 
 
 def order_time_table(device, shape):
@@ -308,8 +312,11 @@ def ladder_table(device, shape):
     return table
 
 
-def run(device, save=lambda tables, data: None):
-    """(tables, data) of this stage. save: given both after each row."""
+def run(device, save=lambda tables, data: None, earlier=None):
+    """(tables, data) of this stage. save: given both after each row.
+
+    earlier: the same run's results before it was cut short; shapes that it finished are not measured again.
+    """
     by_length = Table(
         "Speed over length",
         f"Milliseconds and ratios at {HEADS} heads, and of one longer call, N(0, 1). Each alone, back to "
@@ -321,10 +328,10 @@ def run(device, save=lambda tables, data: None):
     if device.type != "cuda":
         by_length.notes.append("Not measured: needs a GPU.")
         return [by_length], {}
-    return measure_all(device, by_length, save)
+    return measure_all(device, by_length, save, earlier)
 
 
-def measure_all(device, by_length, save):
+def measure_all(device, by_length, save, earlier=None):
     """Every table, the most wanted first; a part that fails is named in a note."""
     by_heads = Table(
         "Speed over heads", f"The same at {HEADS_LENGTH:,} tokens and other head counts.", COLUMNS
@@ -348,7 +355,7 @@ def measure_all(device, by_length, save):
         if table not in tables:
             tables.append(table)
         with named_failure(table, tensors):
-            time_shape(table, *make(), tensors, best_only, lambda: save(tables, {}))
+            time_shape(table, *make(), tensors, best_only, lambda: save(tables, {}), earlier)
 
     for tokens in LENGTHS:
         measure(by_length, "N(0, 1)", lambda n=tokens: normal_qkv(n, HEADS, device))

@@ -128,6 +128,13 @@ def unfinished(stage, out: Path, facts) -> dict | None:
     return earlier if same and not earlier["finished"] else None
 
 
+def earlier_row(earlier, table, lead):
+    """The row of table that begins so in the results of a run that was cut short, or None."""
+    tables = earlier["tables"] if earlier else ()
+    rows = next((each["rows"] for each in tables if each["title"] == table.title), ())
+    return next((row for row in rows if row[: len(lead)] == list(lead)), None)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write beside the file and rename: who is stopped in between leaves the file that was there."""
     beside = path.with_suffix(path.suffix + ".new")

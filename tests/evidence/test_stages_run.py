@@ -31,7 +31,11 @@ def test_fidelity_writes_tables_and_pictures(tmp_path, monkeypatch):
     assert titles[0] == "Output error" and "Token orders (Table 1, Figure 4)" in titles
     text = tables.write("fidelity", made, data, tmp_path, FACTS).read_text(encoding="utf-8")
     assert "card CPU, commit abc" in text and "not installed" not in text.split("## Output error")[0]
-    assert json.loads((tmp_path / "fidelity.json").read_text())["numbers"]["gauss"]
+    earlier = json.loads((tmp_path / "fidelity.json").read_text())
+    assert earlier["numbers"]["gauss"]
+    monkeypatch.setattr(fidelity, "measure", None)  # all is measured, also what the larger model gave
+    again, _ = fidelity.run(torch.device("cpu"), sizes, earlier=earlier)
+    assert [table.rows for table in again] == [table.rows for table in made]
     if importlib.util.find_spec("matplotlib"):
         assert [p.name for p in plots.draw("fidelity", tmp_path)] == [
             "fidelity-structured.png", "fidelity-captured.png", "fidelity-clusters.png",
@@ -105,6 +109,28 @@ def test_speed_makes_every_table_and_names_what_failed(small_speed, tmp_path):
     tables.write("speed", made, data, tmp_path, FACTS)
     if importlib.util.find_spec("matplotlib"):
         assert plots.draw("speed", tmp_path)
+
+
+def test_speed_goes_on_where_it_was_cut(small_speed, monkeypatch):
+    def measured(earlier=None):
+        by_length = tables.Table("Speed over length", "", speed.COLUMNS)
+        return speed.measure_all(torch.device("cpu"), by_length, lambda *now: None, earlier)[0]
+
+    made = []
+
+    class Counted(speed.Shape):
+        def __init__(self, q, *rest):
+            made.append(q.shape[2])
+            super().__init__(q, *rest)
+
+    monkeypatch.setattr(speed, "PEERS", speed.PEERS[:1])
+    monkeypatch.setattr(speed, "Shape", Counted)
+    first = measured()
+    earlier = {"tables": [{**vars(table), "rows": list(table.rows)} for table in first]}
+    del earlier["tables"][0]["rows"][2:3]  # of the second shape: it is measured again
+    made.clear()
+    assert [len(table.rows) for table in measured(earlier)] == [len(table.rows) for table in first]
+    assert made == [256]
 
 
 def test_schedules_add_up_what_was_measured():

@@ -317,9 +317,8 @@ def test_moments_balance_and_feedback(queries, keys, smooth, rotate_qk, monkeypa
     order, counts = some_order(k), torch.tensor([keys - keys // 4], dtype=torch.int32, device=DEVICE)
     made, launch = {}, cuda_nvfp4._Passes.statistics
 
-    def statistics(passes, *arguments):
-        launch(passes, *arguments)
-        tables = arguments[-1]
+    def statistics(passes, job, recipe, chunks, blocks, tables):
+        launch(passes, job, recipe, chunks, blocks, tables)
         made["moments"], made["balance"], made["feedback"] = (x.clone() for x in tables)
 
     monkeypatch.setattr(cuda_nvfp4._Passes, "statistics", statistics)
@@ -331,6 +330,7 @@ def test_moments_balance_and_feedback(queries, keys, smooth, rotate_qk, monkeypa
     if smooth:
         q = prepare_reference.residuals(q, prepare_reference.tile_means(q))
         k = prepare_reference.existing(k - prepare_reference.key_mean(k, counts), counts)
+    k = prepare_reference.in_token_order(k, order, counts)
     factors, matrices = nvfp4_shaping.shaping(q, k, rotation, counts)
     for i, x in enumerate((q, nvfp4_shaping.sampled(k, counts))):
         expected = nvfp4_shaping.second_moments(nvfp4_shaping.sampled(x) if i == 0 else x)

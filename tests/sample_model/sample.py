@@ -31,16 +31,21 @@ def shifted_sigmas(steps, shift=SHIFT):
 
 
 @torch.inference_mode()
-def sample_latents(model, prompts, *, seed=0, steps=10, cfg=1.0, **forward_options):
+def first_noise(count, seed):
+    """What a sampling of so many clips starts from: float32 [count, 16, T, h, w]."""
+    return torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def sample_latents(model, prompts, *, seed=0, noise=None, steps=10, cfg=1.0, **forward_options):
     """Latents of one clip per prompt: float32 [B, 16, T, h, w] on the model's device.
 
-    cfg 1 skips the unconditional pass. forward_options go to the model's forward (attention=...).
+    noise: to start from in the place of seed's. cfg 1 skips the unconditional pass. forward_options go to
+    the model's forward (attention=...).
     """
     weight = model.head.head.weight
     context = torch.cat([prompt_embedding(p) for p in prompts]).to(weight)
     nothing = torch.zeros_like(context)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(prompts), *LATENT_SHAPE, generator=generator).to(weight.device)
+    x = (first_noise(len(prompts), seed) if noise is None else noise).to(weight.device)
     sigmas = shifted_sigmas(steps).tolist()
     for sigma, following in itertools.pairwise(sigmas):
         timestep = torch.full((len(prompts),), 1000.0 * sigma, device=x.device)
