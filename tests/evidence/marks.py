@@ -27,6 +27,7 @@ PEERS = {
     "cuDNN": ("black", "."),
     "reference": ("0.25", "x"),
     "comfy-kitchen": (ORANGE, "P"),
+    "SageAttention 1": (SKY, "d"),
     "SageAttention": (SKY, "X"),
     "FlashAttention": (BROWN, "*"),
 }
