@@ -69,10 +69,10 @@ def test_no_kernel_is_worse_at_any_length():
 
 
 def recipe_of(kernel):
-    """What a row of the table ran: a reference's name says it, a kernel chose as its card does."""
+    """What a row of the table ran: a reference's name says it, a kernel chose as this card does."""
     if kernel.startswith("reference "):
         return RECIPES[kernel.removeprefix("reference ")]
-    numerics = next(recipe.numerics for recipe in RECIPES.values() if recipe.numerics in kernel)
+    numerics = next((r.numerics for r in RECIPES.values() if r.numerics in kernel), "int8_fp8")
     return RECIPES.get(f"{numerics} + ExpCast") or RECIPES[numerics]
 
 
