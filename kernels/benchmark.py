@@ -228,7 +228,8 @@ def guarded(name: str, measure: Callable[[], Result]) -> Result:
     """What measure() returns; its error as a refusal, so that one broken function hides no other."""
     try:
         return measure()
-    except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
+    # AssertionError: how other packages refuse an input
+    except (RuntimeError, ValueError, ImportError, NotImplementedError, AssertionError) as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
         return Result(name, f"failed: {first[0]}")
 

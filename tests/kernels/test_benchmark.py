@@ -75,6 +75,11 @@ def test_a_function_that_raises_hides_no_other():
         raise RuntimeError("CUDA out of memory\nmore")
 
     assert guarded("x", broken) == Result("x", "failed: CUDA out of memory")
+
+    def refusing():
+        raise AssertionError("Input tensors must be in float16 or bfloat16")
+
+    assert guarded("y", refusing).refusal.startswith("failed: Input tensors must be")
     with pytest.raises(KeyboardInterrupt):
         guarded("x", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
 
