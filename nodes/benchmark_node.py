@@ -24,8 +24,8 @@ class VCAttentionBenchmark(io.ComfyNode):
             node_id="VCAttentionBenchmark",
             display_name="VC-Attention Benchmark",
             category="VC-Attention",
-            description="Measures every attention kernel of this pack on this machine, beside PyTorch and, if "
-            "installed, FlashAttention-4, comfy-kitchen and SageAttention: time, error and memory for a "
+            description="Measures every attention kernel of this pack on this machine, beside PyTorch and, "
+            "if installed, FlashAttention-4, comfy-kitchen and SageAttention: time, error and memory for a "
             "model's shapes.",
             search_aliases=["speed", "attention", "sage", "comparison"],
             is_output_node=True,
