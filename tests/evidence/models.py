@@ -26,7 +26,10 @@ def bench(kind, blocks):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, str(BENCH), kind, "--blocks", str(blocks), "--json", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"bench_wan.py took more than {LIMIT_S:g} s") from error
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
             raise RuntimeError(f"bench_wan.py ended with {done.returncode}: {said[-1]}")
