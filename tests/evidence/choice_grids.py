@@ -12,13 +12,7 @@ TENSORS = {
     "logits x4": "structured, logits x4",
     "captured": "captured (mean of 9)",
 }
-CLIP = {
-    "clips": "clips",
-    "PSNR, dB": "PSNR",
-    "standard error": "standard error",
-    "SSIM": "SSIM",
-    "GMSD": "GMSD",
-}
+CLIP = {"clips": "clips", "PSNR, dB": "PSNR", "SSIM": "SSIM", "GMSD": "GMSD"}
 AGAINST = {"over the default, dB": "over the default", "its error": "its standard error"}
 SCHEDULE = CLIP | {"over first quarter, dB": "over first quarter", "its error": "its standard error"}
 SPEED = {
@@ -30,60 +24,85 @@ SPEED = {
 }
 
 
+def labelled(rows):
+    """Rows as (label, row), the label empty where there is only the row's name."""
+    return {name: ("", row) if isinstance(row, str) else row for name, row in rows.items()}
+
+
+def methods(stage, title, columns, rows):
+    """Rows of a table by method: name=method, or name=(label, method)."""
+    made = {name: (label, {"method": method}) for name, (label, method) in labelled(rows).items()}
+    return Grid(stage, title, made, columns)
+
+
 def errors(**rows):
-    """Rows of the table of errors: name=(label, method)."""
-    made = {name: (label, {"method": method}) for name, (label, method) in rows.items()}
-    return Grid("fidelity", "Output error", made, TENSORS)
+    return methods("fidelity", "Output error", TENSORS, rows)
 
 
 def clips(**rows):
-    """Rows of the table of clips: name=(label, method)."""
-    made = {name: (label, {"method": method}) for name, (label, method) in rows.items()}
-    return Grid("clips", "Clips by method", made, CLIP | AGAINST)
+    return methods("clips", "Clips by method", CLIP | AGAINST, rows)
+
+
+def parts(title, **rows):
+    """The terms of Eq. 2."""
+    columns = ("probability term", "value term", "value share")
+    headings = ("from probabilities", "from values", "values' share")
+    return methods("fidelity", title, dict(zip(headings, columns, strict=True)), rows)
 
 
 def schedules(recipe, **rows):
-    """Rows of one recipe: name=(label, policy)."""
+    """Rows of one recipe: name=policy, or name=(label, policy)."""
     made = {
-        name: (f"{recipe}: {label}", {"recipe": recipe, "steps that group": policy})
-        for name, (label, policy) in rows.items()
+        name: (f"{recipe}: {label or policy}", {"recipe": recipe, "steps that group": policy})
+        for name, (label, policy) in labelled(rows).items()
     }
     return Grid("clips", "Where grouping sits", made, SCHEDULE)
 
 
-def speeds(**rows):
+def speeds(columns=SPEED, **rows):
     """name=(label, kernel, tokens), at 40 heads."""
     made = {
         name: (f"{label}, {tokens:,} tokens", {"kernel": kernel, "tokens": tokens, "heads": 40})
         for name, (label, kernel, tokens) in rows.items()
     }
-    return Grid("speed", "Speed over length", made, SPEED)
+    return Grid("speed", "Speed over length", made, columns)
+
+
+def lengths(**rows):
+    """name=(label, kernel, keys)."""
+    made = {
+        name: (
+            f"{label}, {keys:,} keys",
+            {"kernel": kernel, "keys": keys, "heads": 2, "layout": "contiguous"},
+        )
+        for name, (label, kernel, keys) in rows.items()
+    }
+    return Grid("length", "Length", made, {"error": "error", "error grouped": "error grouped"})
+
+
+def orders(title, *columns, **rows):
+    """Rows of a table of token orders: name=(label, order). columns: besides the error of V."""
+    made = {name: (label, {"order": order}) for name, (label, order) in rows.items()}
+    headings = {"error of V over token order's": "over sequence"} | {each: each for each in columns}
+    return Grid("fidelity", title, made, headings)
 
 
 CAST, INT8 = "int8_fp8 + ExpCast", "int8_int8"
 PEERS = {
-    "sage1": ("SageAttention 1, our reference", "SageAttention 1"),
-    "sage2": ("SageAttention 2, our reference", "SageAttention 2"),
-    "kitchen": ("comfy-kitchen INT8, our reference", "comfy-kitchen INT8"),
-    "package": ("comfy-kitchen INT8, the package", "comfy-kitchen INT8 (package)"),
-    "torch8": ("torch FP8, our reference", "torch FP8, one scale a head"),
-    "naive": ("naive FP8, our reference", "naive FP8, one scale per 128 tokens"),
-    "naive_on": ("naive FP8 + QK Hadamard, our reference", "naive FP8 + QK Hadamard"),
-    "qat": ("Attn-QAT, training-free, our reference", "Attn-QAT, training-free"),
-    "sage3": ("SageAttention 3, our reference", "SageAttention 3"),
-    "sage3_on": ("SageAttention 3 + QK Hadamard, our reference", "SageAttention 3 + QK Hadamard"),
+    "sage1": "SageAttention 1",
+    "sage2": "SageAttention 2",
+    "sage2_on": "SageAttention 2 + QK Hadamard",
+    "kitchen": "comfy-kitchen INT8",
+    "package": "comfy-kitchen INT8 (package)",
+    "torch8": "torch FP8, one scale a head",
+    "naive": "naive FP8, one scale per 128 tokens",
+    "naive_on": "naive FP8 + QK Hadamard",
+    "qat": "Attn-QAT, training-free",
+    "sage3": "SageAttention 3",
+    "sage3_on": "SageAttention 3 + QK Hadamard",
 }
-SAGE2_ON = {"sage2_on": ("SageAttention 2 + QK Hadamard, our reference", "SageAttention 2 + QK Hadamard")}
-SIXTEEN = {"torch": ("PyTorch, 16 bit", "PyTorch, 16 bit")}
 KINDS = (("Error taken apart: structured", "structured"), ("Error taken apart: captured", "captured"))
 
 
-def parts(title, **rows):
-    """The terms of Eq. 2: name=(label, method)."""
-    made = {name: (label, {"method": method}) for name, (label, method) in rows.items()}
-    columns = {
-        "from probabilities": "probability term",
-        "from values": "value term",
-        "values' share": "value share",
-    }
-    return Grid("fidelity", title, made, columns)
+def peers(*names, prefix=""):
+    return {prefix + name: PEERS[name] for name in names}

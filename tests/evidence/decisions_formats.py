@@ -3,8 +3,8 @@
 from comfyui_vc_attention.kernels import formats
 from comfyui_vc_attention.kernels.config import VCConfig, resolve_recipe
 
-from .choice_grids import KINDS, clips, errors, parts
-from .choices import Choice, Default, Grid, Quote
+from .choice_grids import CAST, INT8, KINDS, PEERS, TENSORS, clips, errors, lengths, parts, peers
+from .choices import Choice, Default, Quote
 from .methods import DENSE_INT8, DENSE_NVFP4
 
 HARD_K = ("K channels x10", "K channels x50, small Q")
@@ -19,46 +19,37 @@ def rotates(numerics, **config):
     return Default(name, True, lambda: recipe_of(numerics, **config).rotate_qk)
 
 
+def turned(published, *recipes):
+    """Grids of recipes with Q and K rotated and not, and of a published one: (name, recipe) each."""
+    found, seen = {"other": PEERS[f"{published}_on"], "other_not": PEERS[published]}, {}
+    seen |= {f"c_{name}": row for name, row in found.items()}
+    for name, recipe in recipes:
+        grouped, window = f"{recipe}, means, grouped", f"{recipe}, window of a quarter"
+        found |= {name: (f"{recipe}, rotated", grouped), f"{name}_not": f"{grouped}, Q and K not rotated"}
+        seen |= {f"c_{name}": (f"{recipe}, rotated", window)}
+        seen |= {f"c_{name}_not": f"{window}, Q and K not rotated"}
+    return errors(**found), clips(**seen)
+
+
 ROTATION_8 = Choice(
     "Rotation of Q and K, INT8",
     (rotates("int8_int8"), rotates("int8_fp8")),
     "Does a Hadamard rotation of queries and keys before their rounding to INT8 pay?",
-    (
-        errors(
-            int8=("int8_int8, rotated", "int8_int8, means, grouped"),
-            int8_not=("int8_int8, not rotated", "int8_int8, means, grouped, Q and K not rotated"),
-            cast=("int8_fp8 + ExpCast, rotated", "int8_fp8 + ExpCast, means, grouped"),
-            cast_not=(
-                "int8_fp8 + ExpCast, not rotated",
-                "int8_fp8 + ExpCast, means, grouped, Q and K not rotated",
-            ),
-            exp=("int8_fp8, rotated", "int8_fp8, means, grouped"),
-            exp_not=("int8_fp8, not rotated", "int8_fp8, means, grouped, Q and K not rotated"),
-            sage=("SageAttention 2 + QK Hadamard, our reference", "SageAttention 2 + QK Hadamard"),
-            sage_not=("SageAttention 2, our reference", "SageAttention 2"),
-        ),
-        clips(
-            c_int8=("int8_int8, rotated", "int8_int8, window of a quarter"),
-            c_int8_not=("int8_int8, not rotated", "int8_int8, window of a quarter, Q and K not rotated"),
-            c_cast=("int8_fp8 + ExpCast, rotated", "int8_fp8 + ExpCast, window of a quarter"),
-            c_cast_not=(
-                "int8_fp8 + ExpCast, not rotated",
-                "int8_fp8 + ExpCast, window of a quarter, Q and K not rotated",
-            ),
-            c_sage=("SageAttention 2 + QK Hadamard, our reference", "SageAttention 2 + QK Hadamard"),
-            c_sage_not=("SageAttention 2, our reference", "SageAttention 2"),
-        ),
-    ),
-    "On. It costs no time in attention; outlier channels of K and captured tensors gain, nothing loses much.",
-    "less error with the rotation on outlier channels of K and on captured tensors, and nowhere one percent "
-    "more",
+    turned("sage2", ("int8", INT8), ("cast", CAST), ("exp", "int8_fp8")),
+    "On. It costs no time in attention; outlier channels of K, captured tensors and clips gain much. Plain "
+    "structured tensors and large logits lose by some percent on this draw, which gained on another.",
+    "a tenth less error with the rotation on outlier channels of K, surely less on captured tensors, nowhere "
+    "surely more; clips nearer to exact with it by three standard errors",
     lambda n: all(
-        n.less(a, f"{a}_not", *HARD_K, "captured") and n.less(a, f"{a}_not", factor=1.01)
-        for a in ("int8", "cast", "exp")
+        n.less(each, f"{each}_not", *HARD_K, factor=0.9)
+        and n.less(each, f"{each}_not", "captured", factor=0.98)
+        and n.keeps(each, f"{each}_not")
+        and n.nearer(f"c_{each}", f"c_{each}_not", 3.0)
+        for each in ("int8", "cast", "exp")
     ),
     "Part of its recipes; it reports at most 0.3 dB of clips from adding it to 8-bit FlashAttention-4.",
-    (("int8", "int8_not"), ("cast", "cast_not"), ("exp", "exp_not"), ("sage", "sage_not")),
-    (("c_int8", "c_int8_not"), ("c_cast", "c_cast_not"), ("c_sage", "c_sage_not")),
+    (("int8", "int8_not"), ("cast", "cast_not"), ("exp", "exp_not"), ("other", "other_not")),
+    (("c_int8", "c_int8_not"), ("c_cast", "c_cast_not"), ("c_exp", "c_exp_not"), ("c_other", "c_other_not")),
 )
 
 
@@ -66,37 +57,23 @@ ROTATION_FP8 = Choice(
     "Rotation of Q and K, FP8 (`fp8_fp8`)",
     (rotates("fp8_fp8"),),
     "The same for E4M3 queries and keys, whose exponents hold an outlier channel without a rotation.",
-    (
-        errors(
-            on=("fp8_fp8 + ExpCast, rotated", "fp8_fp8 + ExpCast, means, grouped"),
-            off=("fp8_fp8 + ExpCast, not rotated", "fp8_fp8 + ExpCast, means, grouped, Q and K not rotated"),
-            naive_on=("naive FP8 + QK Hadamard, our reference", "naive FP8 + QK Hadamard"),
-            naive=("naive FP8, our reference", "naive FP8, one scale per 128 tokens"),
-        ),
-        clips(
-            clip_ours=("fp8_fp8 + ExpCast, rotated", "fp8_fp8 + ExpCast, window of a quarter"),
-            clip_ours_not=(
-                "fp8_fp8 + ExpCast, not rotated",
-                "fp8_fp8 + ExpCast, window of a quarter, Q and K not rotated",
-            ),
-            clip_on=("naive FP8 + QK Hadamard, our reference", "naive FP8 + QK Hadamard"),
-            clip=("naive FP8, our reference", "naive FP8, one scale per 128 tokens"),
-        ),
-    ),
-    "On, for captured tensors and clips. It is a trade: outlier channels of K, attention by content and "
-    "large logits are nearer to exact without it, a small Q by far. A model with such channels may want "
-    "`rotate_qk` off.",
-    "less error with the rotation on structured and captured tensors, less without on outlier channels, by "
-    "content and at large logits; naive FP8's clips nearer to exact with it by two standard errors",
+    turned("naive", ("ours", "fp8_fp8 + ExpCast")),
+    "On, for captured tensors and clips, by far. It is a trade: outlier channels of K are nearer to exact "
+    "without it, with a small Q by far; other made tensors differ by less than draws do. A model with such "
+    "channels may want `rotate_qk` off.",
+    "a third less error with the rotation on captured tensors, surely more on outlier channels alone; clips "
+    "nearer to exact with it by three standard errors, naive FP8's too",
     lambda n: (
-        n.less("on", "off", "structured", "captured")
-        and n.less("off", "on", *HARD_K, "by content", "logits x4")
-        and n.above("clip_on", "clip")
+        n.less("ours", "ours_not", "captured", factor=0.67)
+        and n.less("ours_not", "ours", *HARD_K, factor=0.9)
+        and n.keeps("ours", "ours_not", *(each for each in TENSORS if each not in HARD_K))
+        and n.nearer("c_ours", "c_ours_not", 3.0)
+        and n.nearer("c_other", "c_other_not", 3.0)
     ),
     "At most 0.3 dB of clips from the rotation in 8-bit FlashAttention-4, which the sample model does not "
     "bear out.",
-    (("on", "off"), ("naive_on", "naive")),
-    (("clip_ours", "clip_ours_not"), ("clip_on", "clip"), ("clip_ours", "clip_on")),
+    (("ours", "ours_not"), ("other", "other_not")),
+    (("c_ours", "c_ours_not"), ("c_other", "c_other_not"), ("c_ours", "c_other")),
 )
 
 
@@ -104,32 +81,19 @@ ROTATION_4 = Choice(
     "Rotation of Q and K, 4 bits",
     (rotates("nvfp4", precision="4-bit"),),
     "The same for 4-bit queries and keys, after their channels are balanced (N6).",
-    (
-        errors(
-            on=("nvfp4, rotated", "nvfp4, means, grouped"),
-            off=("nvfp4, not rotated", "nvfp4, means, grouped, Q and K not rotated"),
-            sage_on=("SageAttention 3 + QK Hadamard, our reference", "SageAttention 3 + QK Hadamard"),
-            sage=("SageAttention 3, our reference", "SageAttention 3"),
-        ),
-        clips(
-            clip_on=("nvfp4, as the node runs it", "nvfp4, window of a quarter"),
-            clip_off=("nvfp4, not rotated", "nvfp4, window of a quarter, Q and K not rotated"),
-            clip_sage_on=("SageAttention 3 + QK Hadamard, our reference", "SageAttention 3 + QK Hadamard"),
-            clip_sage=("SageAttention 3, our reference", "SageAttention 3"),
-        ),
-    ),
-    "On, for captured tensors, outlier channels and large logits; some other made tensors lose a little.",
-    "a third less error on captured tensors with it, nowhere five percent more, clips of both nearer to "
-    "exact with it by two standard errors",
+    turned("sage3", ("ours", "nvfp4")),
+    "On, for captured tensors and clips; made tensors differ by less than draws do.",
+    "a third less error on captured tensors with it, nowhere surely more; clips of both nearer to exact with "
+    "it by three standard errors",
     lambda n: (
-        n.less("on", "off", "captured", factor=0.67)
-        and n.less("on", "off", factor=1.05)
-        and n.above("clip_on", "clip_off")
-        and n.above("clip_sage_on", "clip_sage")
+        n.less("ours", "ours_not", "captured", factor=0.67)
+        and n.keeps("ours", "ours_not")
+        and n.nearer("c_other", "c_other_not", 3.0)
+        and n.nearer("c_ours", "c_ours_not", 3.0)
     ),
     "At most 0.1 dB of clips from adding it to SageAttention 3, which the sample model does not bear out.",
-    (("on", "off"), ("sage_on", "sage")),
-    (("clip_on", "clip_off"), ("clip_sage_on", "clip_sage"), ("clip_on", "clip_sage_on")),
+    (("ours", "ours_not"), ("other", "other_not")),
+    (("c_ours", "c_ours_not"), ("c_other", "c_other_not"), ("c_ours", "c_other")),
 )
 
 
@@ -140,12 +104,12 @@ SMOOTH_K = Choice(
     (
         errors(
             on=("int8_fp8 + ExpCast, K mean taken off", "int8_fp8 + ExpCast, means, grouped"),
-            off=("int8_fp8 + ExpCast, K mean kept", "int8_fp8 + ExpCast, means, grouped, K mean kept"),
+            off="int8_fp8 + ExpCast, means, grouped, K mean kept",
         ),
     ),
     "On, as in the paper and in SageAttention: large logits and outlier channels gain, nothing loses much.",
-    "less error on N(0, 1), outlier channels and large logits, and nowhere one percent more",
-    lambda n: n.less("on", "off", "N(0, 1)", *HARD_K, "logits x4") and n.less("on", "off", factor=1.01),
+    "a tenth less error at a small Q and at large logits, nowhere one percent more",
+    lambda n: n.less("on", "off", HARD_K[1], "logits x4", factor=0.9) and n.less("on", "off", factor=1.01),
     compare=(("on", "off"),),
 )
 
@@ -162,12 +126,13 @@ SMOOTH_Q = Choice(
     (
         errors(
             on=("nvfp4, mean of the block taken off", "nvfp4, means, grouped"),
-            off=("nvfp4, kept", "nvfp4, Q not smoothed, grouped"),
+            off="nvfp4, Q not smoothed, grouped",
         ),
     ),
-    "On, for captured tensors, outlier channels and large logits; what is nearer without it is little so.",
-    "less error on captured tensors, outlier channels and large logits, and nowhere five percent more",
-    lambda n: n.less("on", "off", *HARD_K, "logits x4", "captured") and n.less("on", "off", factor=1.05),
+    "On, for captured tensors, which gain about a twentieth. On made ones the sides changed with the draw: "
+    "structured ones gain here, large logits lose a little.",
+    "surely less error on captured tensors, nowhere surely more",
+    lambda n: n.less("on", "off", "captured", factor=0.98) and n.keeps("on", "off"),
     compare=(("on", "off"),),
 )
 
@@ -182,37 +147,25 @@ QK_SCALES = Choice(
     (
         errors(
             k32=("int8_int8, 32 keys, 1 query", "int8_int8, means, grouped"),
-            k8=("8 keys", "int8_int8, K scale per 8 keys, grouped"),
-            k16=("16 keys", "int8_int8, K scale per 16 keys, grouped"),
-            k64=("64 keys", "int8_int8, K scale per 64 keys, grouped"),
-            k128=("128 keys", "int8_int8, K scale per 128 keys, grouped"),
-            q2=("2 queries", "int8_int8, Q scale per 2 rows, grouped"),
-            q16=("16 queries", "int8_int8, Q scale per 16 rows, grouped"),
+            **{f"k{n}": (f"{n} keys", f"int8_int8, K scale per {n} keys, grouped") for n in (8, 16, 64, 128)},
+            **{f"q{n}": (f"{n} queries", f"int8_int8, Q scale per {n} rows, grouped") for n in (2, 16)},
         ),
-        Grid(
-            "length",
-            "Length",
-            {
-                name: (label, {"kernel": kernel, "keys": 65_536, "heads": 2, "layout": "contiguous"})
-                for name, label, kernel in (
-                    ("sorted", "16 keys of like size: cuda_int8_int8_sm90", "cuda_int8_int8_sm90"),
-                    ("plain", "32 keys in tile order: triton_int8_int8", "triton_int8_int8"),
-                )
-            },
-            {"error": "error", "error grouped": "error grouped"},
+        lengths(
+            sorted=("16 keys of like size: cuda_int8_int8_sm90", "cuda_int8_int8_sm90", 65_536),
+            plain=("32 keys in tile order: triton_int8_int8", "triton_int8_int8", 65_536),
         ),
     ),
     "32 keys: their scale is multiplied onto scores once for a register's worth of keys, and finer groups "
     "alone take little off. The CUDA kernels of `int8_int8` sort a tile's keys by size and share a scale "
     "among 16 (C3), which takes off more. One query, because every lane has its row's scale at hand.",
-    "8 keys take less than a tenth off anywhere, 128 keys and 16 queries are worse on N(0, 1) and captured "
-    "tensors, sorted keys better than 32 in order",
+    "8 keys take less than a tenth off anywhere; 128 keys and 2 and 16 queries are worse on N(0, 1) and "
+    "captured tensors; sorted keys are better than 32 in order",
     lambda n: (
         n.less("k32", "k8", factor=1 / 0.9)
         and all(n.less("k32", each, "N(0, 1)", "captured") for each in ("k128", "q2", "q16"))
         and n.less("sorted", "plain")
     ),
-    compare=(("k32", "k8"), ("k32", "k16"), ("k32", "k64"), ("k32", "k128"), ("k32", "q2"), ("k32", "q16")),
+    compare=tuple(("k32", each) for each in ("k8", "k16", "k64", "k128", "q2", "q16")),
 )
 
 
@@ -223,13 +176,11 @@ SHAPING = Choice(
     (
         errors(
             both=("nvfp4, both", "nvfp4, means, grouped"),
-            feedback=("feedback only", "nvfp4, feedback, Q and K not balanced, grouped"),
-            balance=("balance only", "nvfp4, Q and K balanced, no feedback, grouped"),
+            feedback="nvfp4, feedback, Q and K not balanced, grouped",
+            balance="nvfp4, Q and K balanced, no feedback, grouped",
             neither=("neither, not rotated", "nvfp4, Q and K rounded each by itself, grouped"),
             bare=("neither, no means", "nvfp4, Q and K rounded each by itself, no means"),
-            sage=("SageAttention 3, our reference", "SageAttention 3"),
-            sage_on=("SageAttention 3 + QK Hadamard, our reference", "SageAttention 3 + QK Hadamard"),
-            qat=("Attn-QAT, training-free, our reference", "Attn-QAT, training-free"),
+            **peers("sage3", "sage3_on", "qat"),
         ),
         *(
             parts(
@@ -243,21 +194,21 @@ SHAPING = Choice(
         ),
     ),
     "Both: rounding of Q and K is most of the error without them, and no order of keys changes it. Balance "
-    "is for outlier channels of K and costs some on plain made tensors.",
-    "both beat neither on all tensors; without balance outlier channels are worse and nothing six percent "
-    "better; without feedback captured and structured tensors are worse; with neither the probabilities' "
-    "part of the error is over twice the values'",
+    "is for outlier channels of K; what else it changes is less than draws differ.",
+    "both beat neither on all tensors; without balance outlier channels are a fifth worse and nothing surely "
+    "better; without feedback captured and structured tensors are a tenth worse; with neither the "
+    "probabilities' part of the error is over twice the values'",
     lambda n: (
         n.less("both", "neither")
-        and n.less("both", "feedback", *HARD_K)
-        and n.less("both", "feedback", factor=1.06)
-        and n.less("both", "balance", "structured", "by content", "captured")
+        and n.less("both", "feedback", *HARD_K, factor=0.8)
+        and n.keeps("both", "feedback")
+        and n.less("both", "balance", "structured", "by content", "captured", factor=0.9)
         and all(
             n[f"parts_{kind}", "from probabilities"] > 2 * n[f"parts_{kind}", "from values"]
             for kind in ("structured", "captured")
         )
     ),
-    compare=(("both", "feedback"), ("both", "balance"), ("both", "neither"), ("both", "sage_on")),
+    compare=(("both", "feedback"), ("both", "balance"), ("both", "neither"), ("both", "sage3_on")),
 )
 
 
@@ -272,20 +223,28 @@ FOUR_BITS = Choice(
     (
         errors(
             ours=("nvfp4, as shipped", "nvfp4, means, grouped"),
-            six=("largest always at 6", "nvfp4, largest always at 6, grouped"),
-            exact=("means of exact values", "nvfp4, means of exact values, grouped"),
+            six="nvfp4, largest always at 6, grouped",
+            exact="nvfp4, means of exact values, grouped",
         ),
     ),
-    "Both: they cost nothing in attention. Means of the codes lose a little on some tensors, listed above.",
-    "two microscales beat one on all tensors; means of the codes are better on N(0, 1) and captured tensors "
-    "and nowhere two percent worse",
+    "Both: they cost nothing in attention. Means of the codes gain some percent on N(0, 1) and captured "
+    "tensors; most structured ones lose a little, by less than draws differ, and gained on another.",
+    "two microscales beat one on all tensors; means of the codes are surely better on N(0, 1) and captured "
+    "ones, nowhere surely worse",
     lambda n: (
         n.less("ours", "six")
-        and n.less("ours", "exact", "N(0, 1)", "captured")
-        and n.less("ours", "exact", factor=1.02)
+        and n.less("ours", "exact", "N(0, 1)", "captured", factor=0.98)
+        and n.keeps("ours", "exact")
     ),
     compare=(("ours", "six"), ("ours", "exact")),
 )
+
+SUMMED = {
+    "int8": ("cuda_int8_int8_sm90", INT8),
+    "fp8": ("cuda_int8_fp8_sm90", CAST),
+    "all": ("cuda_fp8_fp8_sm90", "fp8_fp8 + ExpCast"),
+}
+
 
 PROMOTION = Choice(
     "How long sums stay in the tensor core",
@@ -293,47 +252,29 @@ PROMOTION = Choice(
     "Sums of FP8 products are added to fp32 after every tile of 128 keys (F3). Does the error grow with "
     "length, and would 512 keys be faster?",
     (
-        Grid(
-            "length",
-            "Length",
-            {
-                f"{short}_{keys}": (
-                    f"{kernel}, {keys:,} keys",
-                    {"kernel": kernel, "keys": keys, "heads": 2, "layout": "contiguous"},
-                )
-                for short, kernel in (
-                    ("int8", "cuda_int8_int8_sm90"),
-                    ("fp8", "cuda_int8_fp8_sm90"),
-                    ("all", "cuda_fp8_fp8_sm90"),
-                )
+        lengths(
+            **{
+                f"{short}_{keys}": (kernel, kernel, keys)
+                for short, (kernel, _) in SUMMED.items()
                 for keys in (1024, 16_384, 131_072, 400_000)
-            }
-            | {
-                f"{short}_reference{keys}": (
-                    f"reference of {recipe}, {keys:,} keys",
-                    {"kernel": f"reference {recipe}", "keys": keys},
-                )
-                for keys in (1024, 400_000)
-                for short, recipe in (
-                    ("int8", "int8_int8"),
-                    ("fp8", "int8_fp8 + ExpCast"),
-                    ("all", "fp8_fp8 + ExpCast"),
-                )
             },
-            {"error": "error", "error grouped": "error grouped"},
+            **{
+                f"{short}_reference{keys}": (f"reference of {recipe}", f"reference {recipe}", keys)
+                for keys in (1024, 400_000)
+                for short, (_, recipe) in SUMMED.items()
+            },
         ),
     ),
     "Every tile: sums of more keys were slower, and the error grows by little with length. The reference, "
     "whose sums are fp32, stands beside.",
     "at the most keys measured at most a tenth more error than at the fewest, and than the reference of the "
     "recipe has there",
-    lambda n: (
-        all(n.less(f"{kind}_400000", f"{kind}_1024", factor=1.1) for kind in ("int8", "fp8", "all"))
-        and all(
-            n.less(f"{kind}_400000", f"{kind}_reference400000", factor=1.1) for kind in ("int8", "fp8", "all")
-        )
+    lambda n: all(
+        n.less(f"{kind}_400000", f"{kind}_{other}", factor=1.1)
+        for other in ("1024", "reference400000")
+        for kind in SUMMED
     ),
-    compare=tuple((f"{kind}_400000", f"{kind}_1024") for kind in ("int8", "fp8", "all")),
+    compare=tuple((f"{kind}_400000", f"{kind}_1024") for kind in SUMMED),
     quotes=(
         Quote(
             "Gain over the kernel as it is at 75,600 / 32,768 tokens: `int8_fp8` with means, without, "
