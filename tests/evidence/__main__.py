@@ -27,13 +27,21 @@ def load_packages():
 
 def parse(argv=None):
     parser = argparse.ArgumentParser("evidence", None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("stages", nargs="*", choices=[*STAGES, *TOOLS, []], default=list(STAGES))
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join((*STAGES, *TOOLS)))
     parser.add_argument("--out", type=Path, help="default: tests/evidence/results/<card>")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--commit", help="to name in the header where the checkout has no git")
     parser.add_argument("--weights", type=Path, help="larger: the folder to write to; fidelity: a file of it")
     parser.add_argument("--seconds", type=float, help="larger: how long to train; default: 240")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    # not argparse's choices: up to Python 3.11 it holds the list of none against them
+    unknown = set(options.stages) - {*STAGES, *TOOLS}
+    if unknown:
+        parser.error(
+            f"no such stage: {', '.join(sorted(unknown))}; choose from {', '.join((*STAGES, *TOOLS))}"
+        )
+    options.stages = options.stages or list(STAGES)
+    return options
 
 
 def main(argv=None):

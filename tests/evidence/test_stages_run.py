@@ -160,6 +160,16 @@ def test_what_a_run_that_was_cut_short_leaves_says_so(tmp_path):
     assert not tables.unfinished("speed", tmp_path, FACTS) and not tables.unfinished("clips", tmp_path, FACTS)
 
 
+def test_without_a_stage_every_stage_runs(capsys):
+    from evidence import __main__ as command
+
+    assert command.parse([]).stages == list(command.STAGES)
+    assert command.parse(["speed", "readme"]).stages == ["speed", "readme"]
+    with pytest.raises(SystemExit):
+        command.parse(["sped"])
+    assert "no such stage: sped; choose from fidelity" in capsys.readouterr().err
+
+
 def test_papers_shapes_have_the_papers_tokens():
     tokens = [t * y * x for (t, y, x), _ in speed.PAPER_SHAPES.values()]
     assert tokens == [75_600, 37_440, 111_600, 73_500]
