@@ -268,6 +268,8 @@ def empty_tables(how):
         notes=[
             "PSNR in dB; GMSD: lower is better. LPIPS and VBench need foreign weights: not measured.",
             f"References take the first {SLOW_SEEDS} seeds only: fewer clips.",
+            "no means: no step groups; INT8 and 4-bit values then have means in token order, as everywhere "
+            "outside the window. Without any: the next table.",
             f"over the default: mean difference of PSNR, dB, from {DEFAULT}, on the same clips.",
         ],
     )
