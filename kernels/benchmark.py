@@ -224,12 +224,15 @@ def run_benchmark(
         yield guarded(spec.name, lambda spec=spec: measure_kernel(spec, q, k, v, exact, seconds))
 
 
+# of kernels, of packages, of memory; AssertionError is how other packages refuse an input
+MEASURING_FAILS = (RuntimeError, ValueError, ImportError, NotImplementedError, AssertionError)
+
+
 def guarded(name: str, measure: Callable[[], Result]) -> Result:
     """What measure() returns; its error as a refusal, so that one broken function hides no other."""
     try:
         return measure()
-    # AssertionError: how other packages refuse an input
-    except (RuntimeError, ValueError, ImportError, NotImplementedError, AssertionError) as error:
+    except MEASURING_FAILS as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
         return Result(name, f"failed: {first[0]}")
 

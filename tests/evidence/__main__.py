@@ -62,10 +62,10 @@ def main(argv=None):
             asked = {"seconds": options.seconds} if stage == "larger" and options.seconds else {}
             module.run(device, out, options.weights, **asked)
             continue
-        write = functools.partial(tables.write, stage, out=out, facts=facts)
         extra = {"larger": options.weights} if stage == "fidelity" and options.weights else {}
         if stage in ("fidelity", "clips", "speed"):
             extra["earlier"] = tables.unfinished(stage, out, facts)
+        write = functools.partial(tables.write, stage, out=out, facts=facts, earlier=extra.get("earlier"))
         with torch.inference_mode():
             # a run that is cut short leaves what it had
             made, data = module.run(device, save=write, **extra)

@@ -50,6 +50,7 @@ class ScheduledAttention:
 
     def __init__(self, recipe: Recipe, policy=None, kernel="reference", clusters=None):
         self.recipe, self.policy, self.clusters = recipe, policy or Policy(), clusters
+        self.kernel = kernel
         self.stages = kernel_named(kernel).load()
         self.groupings, self.made_at, self.orderings = {}, {}, 0
         self.step = self.branch = self.block = 0
@@ -94,6 +95,7 @@ class HybridAttention:
 
     def __init__(self, middle, ends):
         self.middle, self.ends, self.now = middle, ends, ends
+        self.kernel = middle.kernel
 
     def begin(self, step, branch, steps):
         self.now = self.middle if EDGE <= step / steps < 1 - EDGE else self.ends
@@ -107,7 +109,7 @@ class HybridAttention:
 class EveryStep:
     """An attention that does the same at every step."""
 
-    orderings = 0
+    orderings, kernel = 0, None
 
     def begin(self, step, branch, steps):
         pass

@@ -25,19 +25,13 @@ from .clip_attention import (
 from .fidelity import log
 from .measures import gmsd
 from .methods import (
-    ATTN_QAT,
     DENSE_FP8,
     DENSE_INT8,
     INT8,
     INT8_CODE_MASS,
-    KITCHEN,
-    NAIVE_BLOCK,
-    NAIVE_HEAD,
     NVFP4,
+    PUBLISHED,
     RECIPES,
-    SAGE1,
-    SAGE2,
-    SAGE3,
     packages,
 )
 from .samples import Sample
@@ -48,7 +42,7 @@ ALL_CLUSTERS = VCConfig().clusters  # the node makes fewer of so few tokens
 CLIP_TOKENS = GRID[0] * GRID[1] * GRID[2]  # of the sample model's clip: 12 tiles
 EQUAL_PSNR = 100.0  # dB, what frames without any difference count as
 SEEDS, SLOW_SEEDS = 8, 2  # slow: a reference of ours or of others
-THREADS = 2  # to name clips with: 16 take 0.2 s by two threads, 2.4 s by 32, which wait for one another
+THREADS = 2  # to name clips with: by 32, which wait for one another, it took ten times as long
 
 
 def make_clips(model, attention, seeds, steps, prompts):
@@ -93,20 +87,14 @@ def gain(each, base):
     """(mean, standard error) of PSNR over base, clip by clip; None where base has no such row."""
     if base is None:
         return None, None
-    difference = torch.tensor(each) - torch.tensor(base[: len(each)])
+    both = min(len(each), len(base))
+    difference = torch.tensor(each[:both]) - torch.tensor(base[:both])
     return difference.mean().item(), standard_error(difference)
 
 
 def published(device):
     """Recipes of others as we read them, and the packages that run here."""
-    rows = {
-        "SageAttention 1": SAGE1, "SageAttention 2": SAGE2,
-        "SageAttention 2 + QK Hadamard": replace(SAGE2, rotate_qk=True), "comfy-kitchen INT8": KITCHEN,
-        "torch FP8, one scale a head": NAIVE_HEAD, "naive FP8, one scale per 128 tokens": NAIVE_BLOCK,
-        "naive FP8 + QK Hadamard": replace(NAIVE_BLOCK, rotate_qk=True), "Attn-QAT, training-free": ATTN_QAT,
-        "SageAttention 3": SAGE3, "SageAttention 3 + QK Hadamard": replace(SAGE3, rotate_qk=True),
-    }  # fmt: skip
-    made = {name: ("recipe", DenseAttention(numerics)) for name, numerics in rows.items()}
+    made = {name: ("recipe", DenseAttention(numerics)) for name, numerics in PUBLISHED.items()}
     probe = Sample("clip", *[torch.empty(1, 2, CLIP_TOKENS, 128, device=device).bfloat16()] * 3, GRID)
     for method in packages():
         if method.why_not(probe) is None:
@@ -137,9 +125,12 @@ def main_rows(device):
         turned = ScheduledAttention(replace(recipe, rotate_qk=False), None, kernel)
         into[f"{name}, window of a quarter, Q and K not rotated"] = ("ours", turned)
     ends = ScheduledAttention(INT8, None, kernel_for(INT8, device))
-    hybrid = HybridAttention(ScheduledAttention(NVFP4), ends)
+    hybrid = HybridAttention(ScheduledAttention(NVFP4, None, kernel_for(NVFP4, device)), ends)
     slow["nvfp4, int8_int8 in the first and last fifth"] = ("ours", hybrid)
+    picked = {kernel_for(recipe, device) for recipe in RECIPES.values()}  # what the rows above run
     for spec in fast_kernels(device):
+        if spec.name in picked:
+            continue
         recipe = RECIPES.get(f"{spec.numerics[0]} + ExpCast") or RECIPES[spec.numerics[0]]
         attention = ScheduledAttention(recipe, None, spec.name)
         rows[f"kernel {spec.name}, window of a quarter"] = ("ours", attention)
@@ -215,47 +206,71 @@ def run(
     earlier: the same run's results before it was cut short; its rows are not made again.
     """
     cpu = device.type == "cpu"
-    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     seeds = range(seeds or (1 if cpu else SEEDS))
     steps, prompts = steps or (2 if cpu else STEPS), prompts[:1] if cpu else prompts
     model = load_model(weights, device)
     exact = make_clips(model, TorchAttention(), seeds, steps, prompts)
     names = list(prompts) * len(seeds)
     tables = methods, ablation = empty_tables(f"{steps} steps, guidance {CFG:g}")
-    right = count_right(exact.cpu(), names)[2]
+    right = named(exact, names)
     methods.notes.insert(0, f"Exact attention: {right} of {len(names)} clips show their prompt.")
     each = dict(earlier["PSNR of each clip"]) if earlier else {}
     data = {"steps": steps, "seeds": list(seeds), "prompts": list(prompts), "cfg": CFG}
     data["PSNR of each clip"] = each
 
-    for table, lead, attention, slow in jobs(device, tables):
-        name = ", ".join(lead)
-        if row := earlier_row(earlier, table, lead):
-            table.rows.append(row)
+    work = jobs(device, tables)
+    rows = {(table.title, lead): earlier_row(earlier, table, lead) for table, lead, _, _ in work}
+    for table, lead, attention, slow in work:
+        if rows[table.title, lead]:
             continue
         some = seeds[:SLOW_SEEDS] if slow else seeds
-        with named_failure(table, name):
+        with named_failure(table, ", ".join(lead)):
             made = make_clips(model, attention, some, steps, prompts)
-            found, each[name] = compare(made, exact[: len(made)])
-            if table is ablation:
-                base = ", ".join((*lead[:2], SHIPPED))
-                last = attention.orderings // -(-len(some) // SLOW_SEEDS)
-            else:
-                base, last = DEFAULT, count_right(made.cpu(), names[: len(made)])[2]
-            table.rows.append([*lead, *found.values(), *gain(each[name], each.get(base)), last])
-            log(f"{name}: {found['PSNR']:.2f} dB")
+            found, each[", ".join(lead)] = compare(made, exact[: len(made)])
+            last = named(made, names) if table is methods else attention.orderings
+            last //= -(-len(some) // SLOW_SEEDS) if table is ablation else 1  # of one batch
+            rows[table.title, lead] = [*lead, *found.values(), None, None, last]
+            log(f"{', '.join(lead)}: {found['PSNR']:.2f} dB")
+        fill(tables, rows, each)
         save(tables, data)
+    fill(tables, rows, each)
     return tables, data
+
+
+def named(clips, prompts):
+    """How many clips show their prompt."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(THREADS, threads))
+    try:
+        return count_right(clips.cpu(), prompts[: len(clips)])[2]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fill(tables, rows, each):
+    """The rows there are into their tables, with what they gain over the default or the shipped schedule."""
+    for table in tables:
+        place = table.columns.index("its standard error")
+        table.rows.clear()
+        for (title, lead), row in rows.items():
+            if row and title == table.title:
+                base = DEFAULT if len(lead) == 2 else ", ".join((*lead[:2], SHIPPED))
+                row[place - 1 : place + 1] = gain(each[", ".join(lead)], each.get(base))
+                table.rows.append(row)
 
 
 def jobs(device, tables):
     """[(table, first cells of its row, attention, whether it is slow)], those of 4 bits last."""
     methods, ablation = tables
-    made = [(methods, (name, source), attention, source in ("recipe", "variant") or name.startswith("nvfp4"))
+    made = [(methods, (name, source), attention, source in ("recipe", "variant") or is_slow(attention))
             for name, (source, attention) in main_rows(device).items()]  # fmt: skip
-    made += [(ablation, (recipe, kernel, policy), attention, kernel == "reference")
+    made += [(ablation, (recipe, kernel, policy), attention, is_slow(attention))
              for (recipe, policy), (kernel, attention) in ablation_rows(device).items()]  # fmt: skip
     return sorted(made, key=lambda job: job[1][0].startswith("nvfp4"))
+
+
+def is_slow(attention):
+    return attention.kernel == "reference"
 
 
 def empty_tables(how):

@@ -1,7 +1,9 @@
 """Stage "fidelity": every method on the same tensors; value errors by order; ExpCast's error; sweeps."""
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from comfyui_vc_attention.kernels.group import reference as group_reference
 from comfyui_vc_attention.kernels.prepare.reference import rotate
@@ -19,6 +21,7 @@ PAPER_ORDERS = {"sequence": (0.08, 1.81), "Hadamard on V": (None, 1.81), "cube":
                 "grouped": (0.36, 1.28), "warm": (None, 1.28), "balanced": (None, 1.17)}  # fmt: skip
 CLUSTERS, ITERATIONS = (4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 6, 10)
 SHIPPED_STEPS = (1, 2, 4, 10)
+LARGER = "larger model"
 
 
 @dataclass
@@ -75,7 +78,7 @@ def averaged(per_method):
 
 def error_table(found, methods):
     columns = {name: numbers for name, numbers in found.items() if "captured" not in name}
-    for model in ("captured", "larger model, captured"):
+    for model in ("captured", f"{LARGER}, captured"):
         captured = [numbers for name, numbers in found.items() if name.startswith(model)]
         if captured:
             columns[f"{model} (mean of {len(captured)})"] = averaged(captured)
@@ -242,10 +245,16 @@ def run(device, sizes=None, larger=None, save=lambda tables, data: None, earlier
     methods = all_methods()
     captured = captured_samples(sizes.steps, sizes.blocks, device=device)
     more = captured_samples(sizes.steps, sizes.blocks, larger, device) if larger else []
-    samples = [replace(sample, name=f"larger model, {sample.name}") for sample in more] + captured
+    samples = [replace(sample, name=f"{LARGER}, {sample.name}") for sample in more] + captured
     made = [made_sample(kind, sizes.heads, sizes.grid, device) for kind in sizes.kinds]
     found, casts = (dict((earlier or {}).get(part, {})) for part in ("numbers", "probability_error"))
-    data = {"size": {"heads": sizes.heads, "grid": sizes.grid, "rows": sizes.rows}}
+    data = {"size": {"heads": sizes.heads, "grid": sizes.grid, "rows": sizes.rows}, "larger": None}
+    before = (earlier or {}).get("larger")
+    data["larger"] = hashlib.sha256(Path(larger).read_bytes()).hexdigest() if larger else before
+    if data["larger"] != before:
+        for part in (found, casts):  # of other weights
+            for name in [name for name in part if name.startswith(LARGER)]:
+                del part[name]
     data |= {"numbers": found, "probability_error": casts}
     for sample in samples + made:
         if sample.name not in casts:

@@ -159,26 +159,28 @@ NAIVE_BLOCK = replace(NAIVE_HEAD, q_group=128, k_group=128, v_group=128)
 ATTN_QAT = Numerics(qk="nvfp4", smooth_k=False, rotate_qk=False, p="e4m3", v="e4m3", v_channels=False)
 
 
+# References of published recipes. Where a paper leaves a detail open the kinder choice is taken.
+PUBLISHED = {
+    # scales per block of 128 queries and 64 keys, P and V in fp16
+    "SageAttention 1": SAGE1,
+    # its sm_90 kernel: scales per lane (2 queries of 16, 32 keys of 128), P up to 448, V per channel
+    "SageAttention 2": SAGE2,
+    "SageAttention 2 + QK Hadamard": replace(SAGE2, rotate_qk=True),
+    # Q and K smoothed, E4M3 microscales without a global scale
+    "SageAttention 3": SAGE3,
+    "SageAttention 3 + QK Hadamard": replace(SAGE3, rotate_qk=True),
+    # scales per 4 queries and 32 keys; the K mean in the place of its anchor key
+    "comfy-kitchen INT8": KITCHEN,
+    "torch FP8, one scale a head": NAIVE_HEAD,
+    # "FlashAttention-4 (8-bit)" and "Naive FP8" of the paper
+    "naive FP8, one scale per 128 tokens": NAIVE_BLOCK,
+    "naive FP8 + QK Hadamard": replace(NAIVE_BLOCK, rotate_qk=True),
+    "Attn-QAT, training-free": ATTN_QAT,
+}
+
+
 def recipes():
-    """References of published recipes. Where a paper leaves a detail open the kinder choice is taken."""
-    rows = {
-        # scales per block of 128 queries and 64 keys, P and V in fp16
-        "SageAttention 1": SAGE1,
-        # its sm_90 kernel: scales per lane (2 queries of 16, 32 keys of 128), P up to 448, V per channel
-        "SageAttention 2": SAGE2,
-        "SageAttention 2 + QK Hadamard": replace(SAGE2, rotate_qk=True),
-        # Q and K smoothed, E4M3 microscales without a global scale
-        "SageAttention 3": SAGE3,
-        "SageAttention 3 + QK Hadamard": replace(SAGE3, rotate_qk=True),
-        # scales per 4 queries and 32 keys; the K mean in the place of its anchor key
-        "comfy-kitchen INT8": KITCHEN,
-        "torch FP8, one scale a head": NAIVE_HEAD,
-        # "FlashAttention-4 (8-bit)" and "Naive FP8" of the paper
-        "naive FP8, one scale per 128 tokens": NAIVE_BLOCK,
-        "naive FP8 + QK Hadamard": replace(NAIVE_BLOCK, rotate_qk=True),
-        "Attn-QAT, training-free": ATTN_QAT,
-    }
-    for name, numerics in rows.items():
+    for name, numerics in PUBLISHED.items():
         yield Method(name, "recipe", dense(numerics))
 
 

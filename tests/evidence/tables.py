@@ -3,19 +3,22 @@
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from comfyui_vc_attention.kernels.benchmark import MEASURING_FAILS
 from comfyui_vc_attention.kernels.validation import first_line
 
+CHANGED = " and changes"  # after a commit: the checkout has more
 RESULTS = Path(__file__).resolve().parent / "results"
 # of kernels, of packages and of memory; anything else is our mistake and ends the stage
-FAILURES = (RuntimeError, ValueError, ImportError, NotImplementedError)
+FAILURES = MEASURING_FAILS
 PACKAGES = ("torch", "triton", "flash-attn-4", "sageattention", "sageattn3", "comfy-kitchen")
 
 
@@ -90,9 +93,7 @@ def environment(commit: str | None = None) -> dict[str, str]:
         != "unknown"
     )
     facts["date"] = datetime.date.today().isoformat()
-    facts["commit"] = commit or said("git", "rev-parse", "--short", "HEAD") + (
-        " and changes" if changed else ""
-    )
+    facts["commit"] = commit or said("git", "rev-parse", "--short", "HEAD") + CHANGED * changed
     return facts
 
 
@@ -102,12 +103,15 @@ def folder_name(facts) -> str:
     return "cpu" if card.startswith("cpu") else "-".join(card.split())
 
 
-def write(stage, tables, data, out: Path, facts, finished=False) -> Path:
+def write(stage, tables, data, out: Path, facts, finished=False, earlier=None) -> Path:
     """Write <stage>.md and <stage>.json into out, each whole or not at all; returns the Markdown file.
 
-    finished: False marks them as what a run that was cut short has left.
+    finished: False marks them as what a run that was cut short has left; then what only the run before it,
+    earlier, had made stays in them.
     """
     out.mkdir(parents=True, exist_ok=True)
+    if earlier and not finished:
+        tables = with_earlier(tables, earlier)
     header = ", ".join(f"{name} {value}" for name, value in facts.items())
     text = f"# Evidence: {stage}\n\nMeasured on: {header}.\n\n"
     text += "" if finished else "**Not finished: rows and tables are missing.**\n\n"
@@ -125,7 +129,23 @@ def unfinished(stage, out: Path, facts) -> dict | None:
         return None
     earlier = json.loads(path.read_text(encoding="utf-8"))
     same = {**earlier["measured_on"], "date": None} == {**facts, "date": None}
-    return earlier if same and not earlier["finished"] else None
+    known = facts["commit"] != "unknown" and not facts["commit"].endswith(CHANGED)
+    return earlier if same and known and not earlier["finished"] else None
+
+
+def with_earlier(made: list[Table], earlier: dict) -> list[Table]:
+    """made, and what earlier alone has of tables and rows; rows are told by their first cells."""
+    tables = {table.title: replace(table, rows=list(table.rows)) for table in made}
+    for before in earlier["tables"]:
+        table = tables.setdefault(before["title"], Table(**{**before, "rows": []}))
+        known = {label(row) for row in table.rows}
+        table.rows += [row for row in before["rows"] if label(row) not in known]
+    return list(tables.values())
+
+
+def label(row: list) -> tuple:
+    """The cells before the first measured one."""
+    return tuple(itertools.takewhile(lambda cell: isinstance(cell, (str, int)), row))
 
 
 def earlier_row(earlier, table, lead):

@@ -1,5 +1,6 @@
 """Schedules of grouping and the comparison of clips, on an untrained model of one block."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -100,8 +101,10 @@ def test_gain_is_of_the_same_clips():
 
 def test_tables_of_a_run(model, monkeypatch):
     monkeypatch.setattr(clips, "load_model", lambda weights, device: model)
-    half = TorchAttention(True)
-    rows = {"PyTorch, 16 bit": ("torch", half), "nvfp4, no means": ("ours", half)}
+    half, slow = TorchAttention(True), TorchAttention(True)
+    slow.kernel = "reference"
+    rows = {"PyTorch, 16 bit": ("torch", half), "nvfp4, no means": ("ours", slow)}
+    monkeypatch.setattr(clips, "DEFAULT", "nvfp4, no means, ours")
     monkeypatch.setattr(clips, "main_rows", lambda device: rows)
     schedules = {
         ("int8_int8", "first quarter"): ("kernel", half),
@@ -119,15 +122,26 @@ def test_tables_of_a_run(model, monkeypatch):
         [["PyTorch, 16 bit", "torch"], ["nvfp4, no means", "ours"]], [["int8_int8", "kernel"]] * 2,
     ]  # fmt: skip
     assert data["steps"] == 1 and [row[2] for row in tables[0].rows] == [2, 1]  # the slow one has fewer
+    assert [row[10] for row in tables[0].rows] == [0.0, 0.0]  # of one kind; the base comes after its like
     first, second = (dict(zip(tables[1].columns, row, strict=True)) for row in tables[1].rows)
     assert first["over first quarter"] == 0.0 and second["over first quarter"] > 0
     assert second["PSNR"] == clips.EQUAL_PSNR and second["worst"] == second["median"] == second["PSNR"]
+    # a row in the middle that failed is made again, and what comes after it is not lost meanwhile
+    holed = json.loads(json.dumps(saved[-1]))
+    del holed["tables"][0]["rows"][0], holed["PSNR of each clip"]["PyTorch, 16 bit, torch"]
+    saved.append(holed)
     made, make = [], clips.make_clips
     monkeypatch.setattr(clips, "make_clips", lambda *args: made.append(1) or make(*args))
-    for done, before in enumerate(saved, 1):
+    for before, missing in zip(list(saved), (3, 2, 1, 0, 1), strict=True):
         made.clear()
-        again = clips.run(torch.device("cpu"), seeds=2, steps=1, earlier=before)
-        assert len(made) == 1 + 4 - done  # the exact clips, and what is missing
+        kept = []
+
+        def keep(tables, data, kept=kept):
+            kept.append(sum(len(table.rows) for table in tables))
+
+        again = clips.run(torch.device("cpu"), seeds=2, steps=1, earlier=before, save=keep)
+        assert len(made) == 1 + missing  # the exact clips, and what was not there
+        assert all(rows >= 4 - missing for rows in kept)
         assert again[0] == tables and again[1] == data
 
 

@@ -25,7 +25,9 @@ def test_fidelity_writes_tables_and_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "CLUSTERS", (16, 128))
     monkeypatch.setattr(fidelity, "ITERATIONS", (1, 10))
     sizes = fidelity.Sizes(1, (1, 16, 16), 128, kinds=("gauss", "structured"))
-    made, data = fidelity.run(torch.device("cpu"), sizes, larger="a file")
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"one")
+    made, data = fidelity.run(torch.device("cpu"), sizes, larger=weights)
     titles = [table.title for table in made]
     assert made[0].columns[-2:] == ["captured (mean of 1)", "larger model, captured (mean of 1)"]
     assert titles[0] == "Output error" and "Token orders (Table 1, Figure 4)" in titles
@@ -36,6 +38,9 @@ def test_fidelity_writes_tables_and_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "measure", None)  # all is measured, also what the larger model gave
     again, _ = fidelity.run(torch.device("cpu"), sizes, earlier=earlier)
     assert [table.rows for table in again] == [table.rows for table in made]
+    weights.write_bytes(b"another")
+    with pytest.raises(TypeError):  # measure is None, and what other weights gave does not count
+        fidelity.run(torch.device("cpu"), sizes, larger=weights, earlier=earlier)
     if importlib.util.find_spec("matplotlib"):
         assert [p.name for p in plots.draw("fidelity", tmp_path)] == [
             "fidelity-structured.png", "fidelity-captured.png", "fidelity-clusters.png",
@@ -155,8 +160,18 @@ def test_what_a_run_that_was_cut_short_leaves_says_so(tmp_path):
     assert "Not finished" in text and not json.loads((tmp_path / "speed.json").read_text())["finished"]
     assert tables.unfinished("speed", tmp_path, FACTS)["tables"][0]["rows"] == [[1.0]]
     assert not tables.unfinished("speed", tmp_path, {**FACTS, "commit": "another"})
+    earlier = tables.unfinished("speed", tmp_path, FACTS)
+    more = tables.Table("Times", "", ["a"], [["new", 2.0]])
+    earlier["tables"][0]["rows"] = [["old", 1.0], ["new", 1.0]]
+    earlier["tables"].append({**vars(more), "title": "Others"})
+    tables.write("speed", [more], {}, tmp_path / "again", FACTS, earlier=earlier)
+    kept = json.loads((tmp_path / "again" / "speed.json").read_text())["tables"]
+    assert [table["rows"] for table in kept] == [[["new", 2.0], ["old", 1.0]], [["new", 2.0]]]
+    for commit in ("unknown", "abc and changes"):
+        tables.write("speed", [table], {}, tmp_path / "loose", {**FACTS, "commit": commit})
+        assert not tables.unfinished("speed", tmp_path / "loose", {**FACTS, "commit": commit})
     text = tables.write("speed", [table], {}, tmp_path, FACTS, finished=True).read_text(encoding="utf-8")
-    assert "Not finished" not in text and len(list(tmp_path.iterdir())) == 2
+    assert "Not finished" not in text and len(list(tmp_path.glob("speed.*"))) == 2
     assert not tables.unfinished("speed", tmp_path, FACTS) and not tables.unfinished("clips", tmp_path, FACTS)
 
 

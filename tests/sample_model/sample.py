@@ -30,12 +30,12 @@ def shifted_sigmas(steps, shift=SHIFT):
     return torch.cat([shift * part / (1 + (shift - 1) * part), torch.zeros(1, dtype=torch.float64)]).float()
 
 
-@torch.inference_mode()
 def first_noise(count, seed):
     """What a sampling of so many clips starts from: float32 [count, 16, T, h, w]."""
     return torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
+@torch.inference_mode()
 def sample_latents(model, prompts, *, seed=0, noise=None, steps=10, cfg=1.0, **forward_options):
     """Latents of one clip per prompt: float32 [B, 16, T, h, w] on the model's device.
 
