@@ -11,7 +11,7 @@ from sample_model.model import WanVideoModel, initialise
 from sample_model.train import FILE_NAME, parse, save_weights, train
 
 DIM, FFN_DIM, LAYERS = 512, 1536, 8  # 4 heads of 128; chosen, more would see too few clips in the time
-SECONDS, RATE = 240.0, 5e-4  # chosen: what a stage may take; the wider model wants a lower rate
+SECONDS, RATE = 240.0, 5e-4  # chosen: about as long as a stage; the wider model wants a lower rate
 
 
 def run(device, out: Path, weights: Path | None = None, smoke=False, seconds=SECONDS):

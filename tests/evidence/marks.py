@@ -23,7 +23,7 @@ SOURCES = {
 }
 RECIPES = {"int8_fp8": VERMILION, "int8_int8": BLUE, "fp8_fp8": GREEN, "nvfp4": PURPLE}
 BUILDS = {"reference": "h", "triton": "^", "sm90": "o", "sm89": "D", "sm120": "v", "sm100": ">", "cuda": "s"}
-PEERS = {
+PEER_LOOKS = {
     "cuDNN": ("black", "."),
     "reference": ("0.25", "x"),
     "comfy-kitchen": (ORANGE, "P"),
@@ -61,7 +61,7 @@ def kernel_style(name):
         cast = name.endswith("expcast off") or name in ("reference int8_fp8", "reference fp8_fp8")
         look = {"color": RECIPES[recipe], "marker": mark, "linestyle": "-"}
         return name, look | ({"fillstyle": "bottom", "linestyle": ":"} if cast else {})
-    colour, mark = next((look for peer, look in PEERS.items() if name.startswith(peer)), (GREY, "d"))
+    colour, mark = next((look for peer, look in PEER_LOOKS.items() if name.startswith(peer)), (GREY, "d"))
     return name, {"color": colour, "marker": mark, "linestyle": "--"}
 
 

@@ -36,6 +36,15 @@ def test_the_choice_holds(choice):
     assert state(choice, Numbers(choice, TABLES)) in ((HOLDS,) if whole else (HOLDS, WAITS))
 
 
+def test_what_waits_is_known():
+    """A misspelled row of a table that is not finished must not pass for one to come."""
+    waiting = {choice.name for choice in CHOICES if state(choice, Numbers(choice, TABLES)) == WAITS}
+    assert waiting == {
+        "Grouping, `nvfp4`", "Means after the grouping window, `nvfp4`", "8 bits at the ends of a 4-bit run",
+        "Rotation of Q and K, 4 bits", "How long sums stay in the tensor core",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("choice", CHOICES, ids=NAMES)
 def test_defaults_are_those_of_the_code(choice, monkeypatch):
     monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: None)
