@@ -83,17 +83,31 @@ _E2M1_TIE_UP = (0.75, 1.75, 3.5)
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """E2M1 codes 0..15 (bit 3 is the sign), uint8; round to nearest even, saturating at +-6."""
-    a = x.abs()
-    code = sum((a > b).to(torch.uint8) for b in _E2M1_TIE_DOWN) + sum(
-        (a >= b).to(torch.uint8) for b in _E2M1_TIE_UP
-    )
+    wide = x if x.dtype == torch.float64 else x.float()
+    size = torch.nan_to_num(wide.abs(), nan=0.0, posinf=E2M1_MAX)
+    code = torch.bucketize(size, _e2m1_edges(size.dtype, size.device)).to(torch.uint8)
     return code + 8 * torch.signbit(x).to(torch.uint8)
 
 
 def from_e2m1(codes: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
     """Values of E2M1 codes 0..15."""
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=dtype, device=codes.device)
-    return table[codes.long()]
+    return _e2m1_table(dtype, codes.device)[codes.long()]
+
+
+# Made once per device: a tensor from Python numbers makes the host wait for the GPU, and the 4-bit reference
+# would make one for every channel.
+@functools.cache
+def _e2m1_edges(dtype, device):
+    """Largest magnitude of each code but the last."""
+    with torch.inference_mode(False):
+        down, up = (torch.tensor(ties, dtype=dtype) for ties in (_E2M1_TIE_DOWN, _E2M1_TIE_UP))
+        return torch.cat([down, torch.nextafter(up, torch.zeros_like(up))]).sort().values.to(device)
+
+
+@functools.cache
+def _e2m1_table(dtype, device):
+    with torch.inference_mode(False):
+        return torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=dtype, device=device)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,17 @@ def test_e2m1_is_the_nearest_value():
     assert torch.equal((x - formats.from_e2m1(formats.to_e2m1(x))).abs(), nearest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_e2m1_next_to_a_tie_and_of_what_is_no_number(dtype):
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=dtype)
+    down, up = (torch.nextafter(ties, torch.full_like(ties, far)) for far in (0.0, 9.0))
+    assert formats.to_e2m1(down).tolist() == list(range(7)) and formats.to_e2m1(up).tolist() == list(
+        range(1, 8)
+    )
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0], dtype=dtype)
+    assert formats.to_e2m1(odd).tolist() == [7, 15, 0, 8]
+
+
 def test_nibbles_pack_and_unpack():
     codes = torch.arange(32, dtype=torch.uint8).reshape(2, 16) % 16
     packed = formats.pack_nibbles(codes)
