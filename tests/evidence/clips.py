@@ -42,7 +42,7 @@ ALL_CLUSTERS = VCConfig().clusters  # the node makes fewer of so few tokens
 CLIP_TOKENS = GRID[0] * GRID[1] * GRID[2]  # of the sample model's clip: 12 tiles
 EQUAL_PSNR = 100.0  # dB, what frames without any difference count as
 SEEDS, SLOW_SEEDS = 8, 2  # slow: a reference of ours or of others
-THREADS = 2  # to name clips with: by 32, which wait for one another, it took ten times as long
+THREADS = 2  # to name clips with (chosen): 32 wait for one another on pictures so small
 
 
 def make_clips(model, attention, seeds, steps, prompts):

@@ -18,7 +18,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench" / "bench_wan.py"
 KINDS = {"wan": ("Wan 2.1 14B, 720p, 81 frames", 40, 4), "h3": ("MiniMax-H3, 1344x768", 50, 2)}
 CLIP_STEPS, CLIP_GROUPED = 40, 10  # the node's window of a quarter
 OURS = {"auto": "`auto`", "int8": "`expcast off`"}
-LIMIT_S = 240  # a kind took 60 s on an H200, its kernels at hand
+LIMIT_S = 240  # for one kind (chosen)
 
 
 def bench(kind, blocks):
