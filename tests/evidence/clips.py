@@ -121,7 +121,7 @@ def main_rows(device):
     for name, recipe in RECIPES.items():
         kernel, into = kernel_for(recipe, device), slow if recipe is NVFP4 else rows
         into[f"{name}, window of a quarter"] = ("ours", ScheduledAttention(recipe, None, kernel))
-        into[f"{name}, no means"] = ("ours", ScheduledAttention(recipe, Policy("none"), kernel))
+        into[f"{name}, no step grouped"] = ("ours", ScheduledAttention(recipe, Policy("none"), kernel))
         turned = ScheduledAttention(replace(recipe, rotate_qk=False), None, kernel)
         into[f"{name}, window of a quarter, Q and K not rotated"] = ("ours", turned)
     ends = ScheduledAttention(INT8, None, kernel_for(INT8, device))
@@ -283,8 +283,8 @@ def empty_tables(how):
         notes=[
             "PSNR in dB; GMSD: lower is better. LPIPS and VBench need foreign weights: not measured.",
             f"References take the first {SLOW_SEEDS} seeds only: fewer clips.",
-            "no means: no step groups; INT8 and 4-bit values then have means in token order, as everywhere "
-            "outside the window. Without any: the next table.",
+            "no step grouped: INT8 and 4-bit values then have means in token order, as everywhere outside the "
+            "window. Without any: the next table.",
             f"over the default: mean difference of PSNR, dB, from {DEFAULT}, on the same clips.",
         ],
     )

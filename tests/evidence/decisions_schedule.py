@@ -32,7 +32,7 @@ def grouping(recipe, decided, *others):
             ),
             clips(
                 c_grouped=(f"{recipe}, grouped in the first quarter", f"{recipe}, window of a quarter"),
-                c_none=(f"{recipe}, no step grouped, {means}", f"{recipe}, no means"),
+                c_none=(f"{recipe}, no step grouped, {means}", f"{recipe}, no step grouped"),
                 **peers(*others, prefix="c_"),
             ),
         ),
@@ -318,7 +318,7 @@ HYBRID = Choice(
         clips(
             four=("nvfp4 throughout", "nvfp4, window of a quarter"),
             ends="nvfp4, int8_int8 in the first and last fifth",
-            none=("nvfp4, no step grouped, means in token order", "nvfp4, no means"),
+            none=("nvfp4, no step grouped, means in token order", "nvfp4, no step grouped"),
             eight=("int8_int8 throughout", "int8_int8, window of a quarter"),
             **peers("sage3", "sage3_on", "qat"),
         ),

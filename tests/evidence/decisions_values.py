@@ -272,8 +272,8 @@ EXPCAST = Choice(
         clips(
             c_cast="int8_fp8 + ExpCast, window of a quarter",
             c_exp="int8_fp8, window of a quarter",
-            c_cast_none="int8_fp8 + ExpCast, no means",
-            c_exp_none="int8_fp8, no means",
+            c_cast_none="int8_fp8 + ExpCast, no step grouped",
+            c_exp_none="int8_fp8, no step grouped",
         ),
     ),
     "On where it buys time: measured on sm_90, by the paper's account on sm_100 and sm_103, which nobody "

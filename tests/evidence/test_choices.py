@@ -41,7 +41,7 @@ def test_what_waits_is_known():
     waiting = {choice.name for choice in CHOICES if state(choice, Numbers(choice, TABLES)) == WAITS}
     assert waiting == {
         "Grouping, `nvfp4`", "Means after the grouping window, `nvfp4`", "8 bits at the ends of a 4-bit run",
-        "Rotation of Q and K, 4 bits", "How long sums stay in the tensor core",
+        "Rotation of Q and K, 4 bits",
     }  # fmt: skip
 
 

@@ -103,8 +103,8 @@ def test_tables_of_a_run(model, monkeypatch):
     monkeypatch.setattr(clips, "load_model", lambda weights, device: model)
     half, slow = TorchAttention(True), TorchAttention(True)
     slow.kernel = "reference"
-    rows = {"PyTorch, 16 bit": ("torch", half), "nvfp4, no means": ("ours", slow)}
-    monkeypatch.setattr(clips, "DEFAULT", "nvfp4, no means, ours")
+    rows = {"PyTorch, 16 bit": ("torch", half), "nvfp4, no step grouped": ("ours", slow)}
+    monkeypatch.setattr(clips, "DEFAULT", "nvfp4, no step grouped, ours")
     monkeypatch.setattr(clips, "main_rows", lambda device: rows)
     schedules = {
         ("int8_int8", "first quarter"): ("kernel", half),
@@ -119,7 +119,7 @@ def test_tables_of_a_run(model, monkeypatch):
 
     tables, data = clips.run(torch.device("cpu"), seeds=2, steps=1, save=cut_short)
     assert [[row[:2] for row in table.rows] for table in tables] == [
-        [["PyTorch, 16 bit", "torch"], ["nvfp4, no means", "ours"]], [["int8_int8", "kernel"]] * 2,
+        [["PyTorch, 16 bit", "torch"], ["nvfp4, no step grouped", "ours"]], [["int8_int8", "kernel"]] * 2,
     ]  # fmt: skip
     assert data["steps"] == 1 and [row[2] for row in tables[0].rows] == [2, 1]  # the slow one has fewer
     assert [row[10] for row in tables[0].rows] == [0.0, 0.0]  # of one kind; the base comes after its like
@@ -147,7 +147,7 @@ def test_tables_of_a_run(model, monkeypatch):
 
 def test_rows_cover_the_recipes_and_the_papers_ablation():
     names = clips.main_rows(torch.device("cpu"))
-    assert {"int8_int8, window of a quarter", "SageAttention 2", "nvfp4, no means"} <= set(names)
+    assert {"int8_int8, window of a quarter", "SageAttention 2", "nvfp4, no step grouped"} <= set(names)
     rows = list(clips.ablation_rows(torch.device("cpu")))
     assert {"first quarter", "uniform quarter", "every step"} <= {policy for _, policy in rows}
     # the one that says again what the pack does is left out
