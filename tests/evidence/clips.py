@@ -283,7 +283,7 @@ def empty_tables(how):
         notes=[
             "PSNR in dB; GMSD: lower is better. LPIPS and VBench need foreign weights: not measured.",
             f"References take the first {SLOW_SEEDS} seeds only: fewer clips.",
-            "no step grouped: INT8 and 4-bit values then have means in token order, as everywhere outside the "
+            "no step grouped: INT8 and 4-bit values then have means in token order, as outside the "
             "window. Without any: the next table.",
             f"over the default: mean difference of PSNR, dB, from {DEFAULT}, on the same clips.",
         ],
