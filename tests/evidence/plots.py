@@ -16,6 +16,7 @@ from .marks import (
     dots,
     kernel_style,
     legend,
+    light_grid,
     lines,
     log_ticks,
     one_panel,
@@ -206,7 +207,7 @@ def window_panels(figure, rows, apart, x, label, title):
         lines(axes, rows, x, value, "name", kernel_style)
         lines(axes, apart, x, value, "name", kernel_style, joined=False)
         sizes_axis(axes, rows + apart, x, label, share=0.13)
-        axes.set_ylim(bottom=0.0)
+    panels[0].set_ylim(bottom=0.0)  # of both, when both have their lines
     panels[0].set_ylabel("times as fast as cuDNN bf16", fontsize=SMALL + 1)
     figure.suptitle(title, fontsize=11)
     return panels
@@ -351,6 +352,33 @@ def ladder_dots(figure, data):
     return True
 
 
+def model_bars(figure, data):
+    """A step of each whole model: seconds in self-attention, and the rest, which no kernel here changes."""
+    seconds, share = "step of all blocks s", "share of attention"  # of those that ran, of all of them or more
+    rows = having(having(table(data, "Steps of whole models"), seconds), share)
+    if not rows:
+        return False
+    kinds = list(dict.fromkeys(row["model"] for row in rows))
+    figure.set_size_inches(WIDTH, 1.0 + 0.9 * len(kinds) + 0.2 * len(rows))
+    for axes, kind in zip(figure.subplots(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
+        own = [row for row in rows if row["model"] == kind][::-1]
+        names, whole = [row["attention"].partition(":")[0] for row in own], [row[seconds] for row in own]
+        rest = [row[seconds] * (1 - row[share]) for row in own]
+        axes.barh(names, whole, color=VERMILION, label="self-attention")
+        axes.barh(names, rest, color="0.8", label="the rest of the step")
+        for place, value in enumerate(whole):
+            axes.annotate(
+                f"{value:.1f} s", (value, place), (4, -3), textcoords="offset points", fontsize=SMALL
+            )
+        axes.set_xlim(0.0, 1.1 * max(whole))
+        axes.set_title(f"{kind}, {own[0]['tokens']:,} tokens", fontsize=SMALL + 1)
+        axes.set_xlabel("seconds of a step of all blocks, extrapolated", fontsize=SMALL + 1)
+        light_grid(axes)
+    figure.suptitle("A sampling step of whole models, random weights, one condition", fontsize=11)
+    legend(figure, columns=2)
+    return True
+
+
 PICTURES = {
     "fidelity": {
         "structured": error_dots("structured"),
@@ -367,4 +395,5 @@ PICTURES = {
         "shapes": shape_dots,
         "preparation": ladder_dots,
     },
+    "models": {"steps": model_bars},
 }

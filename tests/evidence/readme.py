@@ -10,6 +10,13 @@ ROWS = {
     "SageAttention 2": "SageAttention {sageattention}",
     "comfy-kitchen INT8": "comfy-kitchen {comfy-kitchen} INT8",
 }
+MODELS = ("Wan 2.1 14B, 720p, 81 frames", "MiniMax-H3, 1344x768")
+ATTENTIONS = {
+    "ComfyUI's PyTorch attention": "ComfyUI's PyTorch attention, as it chooses here",
+    "cuDNN": "PyTorch, cuDNN backend",
+    "comfy-kitchen INT8": "comfy-kitchen {comfy-kitchen} INT8",
+    "`auto`": "`auto`, while grouping / after",
+}
 # of ours a grouped step, whose kernel does more; a peer has its call alone
 OUR_COLUMNS = ("kernel grouped over cuDNN", "in turns over cuDNN", "call grouped over cuDNN", "relative L2")
 PEER_COLUMNS = (None, "in turns over cuDNN", "call over cuDNN", "relative L2")
@@ -85,6 +92,39 @@ def clip_sentence():
     )
 
 
+def model_sentence():
+    """What was run of whole models, and what attention for nothing would give."""
+    rows = {row["model"]: row for row in table("models", "Whole clips") if row["attention"] == "cuDNN"}
+    ran = {row["model"]: row for row in table("models", "Steps of whole models")}
+    blocks = " and ".join(f"{ran[model]['blocks']} of {ran[model]['all blocks']}" for model in MODELS)
+    limits = " and ".join(f"{rows[model]['limit']:.2f}x" for model in MODELS)
+    commit = results("models")["measured_on"]["commit"]
+    return (
+        f"ComfyUI 0.33's sampler, {commit}; **extrapolated** from {blocks} blocks. The limit, attention that "
+        f"takes no time, would be {limits} cuDNN's speed."
+    )
+
+
+def model_lines():
+    """The table of whole models: a step, a clip, and how much faster `auto` makes it."""
+    facts = results("models")["measured_on"]
+    steps = {(row["model"], row["attention"].partition(":")[0]): row["step of all blocks s"]
+             for row in table("models", "Steps of whole models")}  # fmt: skip
+    clips = {(row["model"], row["attention"]): row for row in table("models", "Whole clips")}
+    lines = []
+    for name, shown in ATTENTIONS.items():
+        cells = []
+        for model in MODELS:
+            clip = clips[model, name]
+            ours = [f"{name.strip('`')}, {state}" for state in ("grouped", "plain")]
+            times = [steps[model, each] for each in ([name] if (model, name) in steps else ours)]
+            shown_s = " / ".join(f"{each:.2f}" if each < 10 else f"{each:.1f}" for each in times)
+            faster = clip["`auto` over it"]
+            cells += [f"{shown_s} s", f"{clip['clip s']:.0f} s", "" if faster is None else f"{faster:.2f}x"]
+        lines.append(f"| {shown.format(**facts)} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return lines
+
+
 def longest_sentence():
     sizes = {(row["heads"], row["keys"]) for row in table("length", "Length")}
     most = max(heads for heads, _ in sizes)
@@ -94,4 +134,5 @@ def longest_sentence():
 
 def run(device, out=None, weights=None):
     """Print them all."""
-    print("\n".join([*speed_lines(), *shape_sentences(), clip_sentence(), longest_sentence()]))
+    models = [model_sentence(), *model_lines()]
+    print("\n".join([*speed_lines(), *shape_sentences(), clip_sentence(), *models, longest_sentence()]))

@@ -56,6 +56,9 @@ def test_every_axis_of_the_committed_results_says_what_it_shows(stage, name):
         pytest.skip("the committed results end before it")
     assert figure.get_suptitle()
     for axes in figure.axes:
+        low, high = axes.get_ylim()
+        dots = [y for line in axes.lines if line.get_marker() != "None" for y in line.get_ydata()]
+        assert all(min(low, high) <= y <= max(low, high) for y in dots)
         assert axes.get_xlabel()
         # sorted names stand for a label; a panel may share its neighbour's
         assert axes.get_ylabel() or labels(axes) or axes is figure.axes[-1]
