@@ -93,8 +93,8 @@ def main_inputs():
             options=PRECISIONS,
             default="auto",
             tooltip="auto: 8-bit where this card can, else nothing. 4-bit: NVFP4 (RTX 50), coarser; the "
-            "first and last steps, and all of a few-step schedule, stay at 8 bits. off: removes this patch "
-            "and restores what was there.",
+            "first and last steps, and all of a few-step schedule, stay at 8 bits; set grouping_window to 1 "
+            "with it. off: removes this patch and restores what was there.",
         ),
         io.Combo.Input(
             "expcast",
@@ -111,7 +111,7 @@ def main_inputs():
             step=0.05,
             tooltip="Share of the denoising, from the start, in which similar values are grouped, for a "
             "little time and memory. Clips grouped throughout were measured hardly nearer to exact than "
-            "with 0.25. 0 turns grouping off.",
+            "with 0.25 at 8 bits, clearly nearer at 4 bits: there take 1. 0 turns grouping off.",
         ),
     ]
 

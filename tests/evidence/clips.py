@@ -124,9 +124,9 @@ def main_rows(device):
         into[f"{name}, no step grouped"] = ("ours", ScheduledAttention(recipe, Policy("none"), kernel))
         turned = ScheduledAttention(replace(recipe, rotate_qk=False), None, kernel)
         into[f"{name}, window of a quarter, Q and K not rotated"] = ("ours", turned)
-    ends = ScheduledAttention(INT8, None, kernel_for(INT8, device))
-    hybrid = HybridAttention(ScheduledAttention(NVFP4, None, kernel_for(NVFP4, device)), ends)
-    slow["nvfp4, int8_int8 in the first and last fifth"] = ("ours", hybrid)
+    for how, policy in (("", Policy()), (", every step grouped", Policy("all"))):
+        four, eight = (ScheduledAttention(r, policy, kernel_for(r, device)) for r in (NVFP4, INT8))
+        slow[f"nvfp4, int8_int8 in the first and last fifth{how}"] = ("ours", HybridAttention(four, eight))
     picked = {kernel_for(recipe, device) for recipe in RECIPES.values()}  # what the rows above run
     for spec in fast_kernels(device):
         if spec.name in picked:
