@@ -157,7 +157,7 @@ def with_lora(model):
 def test_a_lora_works_before_and_after_us(load_tiny, patch, sampling, psnr_limit):
     plain = sampling.sample(load_tiny(), steps=2)
     exact = sampling.sample(with_lora(load_tiny()), steps=2)
-    assert sampling.psnr(exact, plain) < psnr_limit  # it does something
+    assert sampling.part_psnr(exact, plain) < psnr_limit  # it does something
     before = sampling.sample(patch(with_lora(load_tiny())), steps=2)
     after = sampling.sample(with_lora(patch(load_tiny())), steps=2)
     assert torch.equal(before, after) and sampling.psnr(before, exact) > psnr_limit
