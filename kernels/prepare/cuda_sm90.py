@@ -197,11 +197,12 @@ def _rows(x):
 
 
 def _rope_fields(rope):
-    """struct Rope, and the tables it points to."""
+    """struct Rope, and the tables it points to: whole, and from 16 bytes on, for they are read in vectors."""
     if rope is None:
         return (None, None, 0, 0), ()
     cos, sin, layout = rope
     cos, sin = (t.float().contiguous() for t in (cos, sin))
+    cos, sin = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (cos, sin))
     batch = cos.shape[1] * cos.shape[2] if cos.dim() == 3 else 0
     return (cos, sin, batch, ROPE_LAYOUTS[layout]), (cos, sin)
 

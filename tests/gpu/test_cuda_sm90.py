@@ -302,15 +302,44 @@ def test_huge_logits(recipe, size):
         assert (((out.float() - own).norm(dim=-1) / own.norm(dim=-1)) < 0.1).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("numerics", sorted(ATTEND))
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
-@pytest.mark.parametrize("per_batch", [False, True])
-def test_rope(layout, per_batch):
-    recipe = RECIPES[0]
-    q, k, v = sample("gauss", (2, 2, 333, 128), 400)
-    shape = (2, 400, 64) if per_batch else (400, 64)
-    angle = 6 * torch.rand(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
-    options = {"rope": (angle.cos(), angle.sin(), layout), "order": some_order(k), "want_lse": True}
-    agrees(*both(q, k, v, recipe, **options), recipe)
+@pytest.mark.parametrize("angles", ["shared", "of each batch", "off 16 bytes", "of some keys"])
+def test_rope(numerics, layout, angles):
+    """Codes are those of what the reference turns; over several chunks of statistics."""
+    recipe = Recipe(numerics)
+    q, k, v = sample("gauss", (2, 3, 333, 128), 2100)
+    rope, options = rope_and_options(k, layout, angles)
+    ours = cuda_sm90.prepare(q, k, v, recipe, rope=rope, **options, **scaled(q))
+    turned = (prepare_reference.apply_rope(t.float(), *rope) for t in (q, k))
+    same_codes(ours, cuda_sm90.prepare(*turned, v, recipe, **options, **scaled(q)))
+    agrees(ATTEND[numerics](ours), attend_reference.attend(reference_layout(ours)), recipe)
+
+
+def rope_and_options(k, layout, angles):
+    """(angles of that kind, order and keys that exist)."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    shape = (len(k), k.shape[2], 64) if angles == "of each batch" else (k.shape[2], 64)
+    angle = 6 * torch.rand(shape, device="cuda", generator=generator)
+    tables = angle.cos(), angle.sin()
+    if angles == "off 16 bytes":
+        tables = (angle.new_empty(angle.numel() + 1)[1:].view_as(t).copy_(t) for t in tables)
+    options = {"order": some_order(k), "want_lse": True}
+    if angles == "of some keys":
+        options["key_count"] = torch.tensor([k.shape[2], 1300], dtype=torch.int32, device="cuda")
+    return (*tables, layout), options
+
+
+def same_codes(ours, theirs):
+    """But for what fp32 rounds otherwise: a code in thousands, with INT8 values two keys of like size."""
+    many = 0.02 if ours.recipe.value_format == "int8" else 1e-3
+    ours, theirs = reference_layout(ours), reference_layout(theirs)
+    for field in ("q", "k", "v"):
+        a, b = (getattr(each, field).view(torch.uint8) for each in (ours, theirs))
+        assert (a != b).float().mean() <= many, field
+    for field in ("q_scale", "k_scale", "lse_shift"):
+        a, b = (getattr(each, field)[:1] for each in (ours, theirs))  # the clip whose keys all exist
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("numerics", sorted(ATTEND))

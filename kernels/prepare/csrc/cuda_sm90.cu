@@ -14,7 +14,8 @@
 constexpr int SCALES = USE_INT8_VALUES ? 8 : 4;  // of a K tile
 constexpr int KEY_RECORD = 16384 + 4 * SCALES;
 constexpr int MEAN_RECORD = 4096;
-constexpr int CHUNK = 1024;  // keys whose statistics one block takes
+constexpr int CHUNK = 1024;                // keys whose statistics one block takes
+constexpr int AT_ONCE = USE_ROPE ? 1 : 2;  // of them, by a quad; angles take the registers of a second
 
 struct Job {
   Rows q, k, v;
@@ -42,6 +43,17 @@ struct Job {
 };
 static_assert(sizeof(Job) == 304, "JOB of ../cuda_sm90.py packs it");
 
+// What a block takes: which part of which head, blockIdx.x and .y; with angles heads go fastest, since blocks that run
+// together then read the same ones.
+struct Place {
+  int part, bh;
+};
+DEVICE Place place() {
+  if (!USE_ROPE) return {(int)blockIdx.x, (int)blockIdx.y};
+  const u32 at = blockIdx.y * gridDim.x + blockIdx.x;
+  return {(int)(at / gridDim.y), (int)(at % gridDim.y)};
+}
+
 // Row of the K image of key 32 a + 4 i + b of a tile
 DEVICE int image_row(int key) { return key % 32 / 4 * 16 + key % 4 / 2 * 8 + key / 32 * 2 + key % 2; }
 
@@ -54,19 +66,20 @@ DEVICE float stored_scale(const Job& job, float amax, float scale) {
   return job.rotate && amax > 0.f ? scale * ROTATION_NORM : scale;
 }
 
-// Statistics of a chunk of keys. blockIdx: chunk, B H, what (0: sums of k, 1: maxima of |v|; a NaN stays in its code)
+// Statistics of a chunk of keys. place: chunk, B H; blockIdx.z: what (0: sums of k, 1: maxima of |v|; a NaN stays in
+// its code)
 template <typename T>
 DEVICE void chunk_statistics(const Job& job, bool of_v) {
   __shared__ float shared[8][HEAD_DIM];
-  const int bh = blockIdx.y, batch = bh / job.heads, head = bh % job.heads;
-  const int lane = threadIdx.x & 3, warp = threadIdx.x / 32;
+  const auto [chunk, bh] = place();
+  const int batch = bh / job.heads, head = bh % job.heads, lane = threadIdx.x & 3, warp = threadIdx.x / 32;
   const Rows& rows = of_v ? job.v : job.k;
-  const i64 first = (i64)blockIdx.x * CHUNK;
+  const i64 first = (i64)chunk * CHUNK;
   const i64 last = min(first + CHUNK, (i64)count_of(job, batch));
   float total[32], x[32];
 #pragma unroll
   for (int i = 0; i < 32; i++) total[i] = 0.f;
-#pragma unroll 2
+#pragma unroll AT_ONCE
   for (i64 r = first + threadIdx.x / 4; r < last; r += 64) {
     // without a key list the order does not matter, and rows in place read faster
     const i64 token = job.key_count ? token_at(job, bh, r) : r;
@@ -90,7 +103,7 @@ DEVICE void chunk_statistics(const Job& job, bool of_v) {
     float t = shared[0][threadIdx.x];
     for (int w = 1; w < 8; w++) t = of_v ? fmaxf(t, shared[w][threadIdx.x]) : t + shared[w][threadIdx.x];
     float* partial = job.partial + (of_v ? (i64)gridDim.y * job.chunks * HEAD_DIM : 0);
-    partial[((i64)bh * job.chunks + blockIdx.x) * HEAD_DIM + threadIdx.x] = t;
+    partial[((i64)bh * job.chunks + chunk) * HEAD_DIM + threadIdx.x] = t;
   }
 }
 
@@ -140,10 +153,9 @@ DEVICE void load_two(const Job& job, const Rows& rows, int bh, const i64 (&token
   rotate_two<is_fp16<T>::value>(job.signs, threadIdx.x & 31, words, x);
 #else
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    load_row(row_of<T>(rows, batch, head, token[r]), lane, x[r]);
-    apply_rope(job.rope, batch, token[r], lane, x[r]);
-  }
+  for (int r = 0; r < 2; r++) load_row(row_of<T>(rows, batch, head, token[r]), lane, x[r]);
+#pragma unroll
+  for (int r = 0; r < 2; r++) apply_rope(job.rope, batch, token[r], lane, x[r]);
 #endif
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -155,16 +167,17 @@ DEVICE void load_two(const Job& job, const Rows& rows, int bh, const i64 (&token
   }
 }
 
-// blockIdx: 64-row block of a head, B H; 128 threads
+// place: 64-row block of a head, B H; 128 threads
 template <typename T, bool INT8>
 DEVICE void quantize_q(const Job& job) {
-  const int bh = blockIdx.y, lane = threadIdx.x & 3;
-  const i64 block = (i64)bh * gridDim.x + blockIdx.x;
+  const auto [part, bh] = place();
+  const int lane = threadIdx.x & 3;
+  const i64 block = (i64)bh * gridDim.x + part;
   i64 row[2], token[2];
   float x[2][32], dot[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    row[i] = (i64)blockIdx.x * 64 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+    row[i] = (i64)part * 64 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
     token[i] = min(row[i], job.queries - 1);
   }
   load_two<T>(job, job.q, bh, token, false, x, dot);
@@ -180,12 +193,13 @@ DEVICE void quantize_q(const Job& job) {
   }
 }
 
-// blockIdx: group of 32 keys, B H; 64 threads
+// place: group of 32 keys, B H; 64 threads
 template <typename T, bool INT8>
 DEVICE void quantize_k(const Job& job) {
   __shared__ float maxima[2];
-  const int bh = blockIdx.y, lane = threadIdx.x & 3, group = blockIdx.x % 4;
-  const i64 tile = blockIdx.x / 4, first = tile * TILE;
+  const auto [part, bh] = place();
+  const int lane = threadIdx.x & 3, group = part % 4;
+  const i64 tile = part / 4, first = tile * TILE;
   const int count = min((i64)TILE, count_of(job, bh / job.heads) - first);
   if (count <= 0) return;
   const int last = count - 1, source = min(group, last / 32), key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
@@ -214,12 +228,13 @@ DEVICE void quantize_k(const Job& job) {
   }
 }
 
-// The same with the keys of the tile by falling size, 16 to a scale. blockIdx: tile, B H; 256 threads
+// The same with the keys of the tile by falling size, 16 to a scale. place: tile, B H; 256 threads
 template <typename T, bool INT8>
 DEVICE void quantize_k_by_size(const Job& job) {
   __shared__ int size[TILE], ranked[TILE];  // bits of numbers >= 0, which order alike, NaN above all
-  const int bh = blockIdx.y, lane = threadIdx.x & 3, key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  const i64 tile = blockIdx.x, first = tile * TILE;
+  const auto [tile, bh] = place();
+  const int lane = threadIdx.x & 3, key = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const i64 first = (i64)tile * TILE;
   const int count = min((i64)TILE, count_of(job, bh / job.heads) - first), last = count - 1;
   if (count <= 0) return;
   float x[2][32], dot[2];
@@ -294,9 +309,9 @@ DEVICE void quantize_v(const Job& job) {
   const i64 first = (i64)blockIdx.x * TILE, index = (i64)bh * job.tiles + blockIdx.x;
   const int count = max((i64)0, min((i64)TILE, count_of(job, batch) - first));
   // means of tile j: row j % 16 of a 128-byte-swizzled [16][128] 16-bit image, halves of 64 channels
-  const int place = blockIdx.x % 16, half = c / 64, chunk = (c % 64) / 8 ^ (place & 7);
+  const int slot = blockIdx.x % 16, half = c / 64, chunk = (c % 64) / 8 ^ (slot & 7);
   u32* mean_at = (u32*)(job.means + ((i64)bh * (gridDim.x / 16) + blockIdx.x / 16) * MEAN_RECORD + half * 2048 +
-                        place / 8 * 1024 + place % 8 * 128 + chunk * 16 + (c % 8) * 2);
+                        slot / 8 * 1024 + slot % 8 * 128 + chunk * 16 + (c % 8) * 2);
   if (count == 0) {
     if (job.demean && a == 0) *mean_at = 0;
     return;

@@ -8,7 +8,7 @@ struct Rows {
   const void* data;
   i64 batch, head, row;
 };
-// cos, sin: fp32 [B or 1, L, 64]; batch: elements between batches, 0 if shared; layout 1 interleaved, 2 half
+// cos, sin: fp32 [B or 1, L, 64], on 16 bytes; batch: elements between batches, or 0; layout 1 interleaved, 2 half
 struct Rope {
   const float *cos, *sin;
   i64 batch;
@@ -62,26 +62,32 @@ DEVICE void load_row(const T* row, int lane, float (&x)[32]) {
   for (int i = 0; i < 32; i++) x[i] = r[i / 8][i % 8];
 }
 
+// Fused by hand, so that every compiler rounds alike
 DEVICE void turn(float& a, float& b, float c, float s) {
-  const float x = a * c - b * s;
-  b = a * s + b * c;
+  const float x = fmaf(a, c, -(b * s));
+  b = fmaf(a, s, b * c);
   a = x;
 }
 DEVICE void apply_rope(const Rope& rope, int batch, i64 row, int lane, float (&x)[32]) {
   if (!USE_ROPE) return;
-  const float* cos = rope.cos + batch * rope.batch + row * 64;
-  const float* sin = rope.sin + batch * rope.batch + row * 64;
+  const bool interleaved = rope.layout == 1;
+  const i64 first = batch * rope.batch + row * 64;
+  const float4 *cos = (const float4*)(rope.cos + first), *sin = (const float4*)(rope.sin + first);
+  alignas(16) float c[16], s[16];
+  // all of them before their first use, and no load behind a branch: their latencies then overlap
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    // pairs (2 p, 2 p + 1) with p = 16 i' + 4 l + w', or (p, p + 64) with p = 32 i' + 8 l + w: both of one lane
-    if (rope.layout == 1) {
-      const int p = 16 * (i / 4) + 4 * lane + i % 4;
-      turn(x[2 * i], x[2 * i + 1], __ldg(cos + p), __ldg(sin + p));
-    } else {
-      const int p = 32 * (i / 8) + 8 * lane + i % 8;
-      turn(x[i], x[i + 16], __ldg(cos + p), __ldg(sin + p));
-    }
+  for (int i = 0; i < 4; i++) {
+    const int at = interleaved ? 4 * i + lane : 8 * (i / 2) + 2 * lane + i % 2;
+    *(float4*)(c + 4 * i) = __ldg(cos + at);
+    *(float4*)(s + 4 * i) = __ldg(sin + at);
   }
+  // pairs (2 p, 2 p + 1) with p = 16 i' + 4 l + w', or (p, p + 64) with p = 32 i' + 8 l + w: both of one lane
+  if (interleaved)
+#pragma unroll
+    for (int i = 0; i < 16; i++) turn(x[2 * i], x[2 * i + 1], c[i], s[i]);
+  else
+#pragma unroll
+    for (int i = 0; i < 16; i++) turn(x[i], x[i + 16], c[i], s[i]);
 }
 
 // Rotation of C2 times sqrt(128): signs, then the Hadamard matrix. signs: bit c of 128 negates channel c.

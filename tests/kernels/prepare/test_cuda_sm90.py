@@ -45,3 +45,17 @@ def test_sign_words_are_the_formats():
 )
 def test_wide_rows(rows, wide):
     assert cuda_sm90._is_wide(rows) is wide
+
+
+@pytest.mark.parametrize("place", ["whole", "strided", "offset"])
+def test_angles_are_whole_and_on_16_bytes(place):
+    whole = torch.arange(2 * 5 * 64, dtype=torch.float32).view(2, 5, 64)
+    angles = whole
+    if place == "strided":
+        angles = torch.zeros(2, 5, 65)[..., 1:].copy_(whole)
+    if place == "offset":
+        angles = torch.zeros(whole.numel() + 1)[1:].view_as(whole).copy_(whole)
+    (_, _, batch, layout), tables = cuda_sm90._rope_fields((angles, angles, "half"))
+    assert (batch, layout) == (5 * 64, 2)
+    for table in tables:
+        assert table.is_contiguous() and table.data_ptr() % 16 == 0 and torch.equal(table, whole)
