@@ -48,32 +48,44 @@ def main(argv=None):
     options = parse(argv)
     load_packages()
     import torch
-    from evidence import plots, tables
+    from evidence import tables
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     facts = tables.environment(options.commit)
     if device.type == "cpu":
         facts["card"] = "CPU"
     out = options.out or tables.RESULTS / tables.folder_name(facts)
-    for stage in options.stages:
-        module = importlib.import_module(f"evidence.{stage}")
-        begin = time.perf_counter()
-        if stage in TOOLS:
-            asked = {"seconds": options.seconds} if stage == "larger" and options.seconds else {}
+    for name in options.stages:
+        module = importlib.import_module(f"evidence.{name}")
+        if name in TOOLS:
+            asked = {"seconds": options.seconds} if name == "larger" and options.seconds else {}
             module.run(device, out, options.weights, **asked)
             continue
-        extra = {"larger": options.weights} if stage == "fidelity" and options.weights else {}
-        if stage in ("fidelity", "clips", "speed"):
-            extra["earlier"] = tables.unfinished(stage, out, facts)
-        write = functools.partial(tables.write, stage, out=out, facts=facts, earlier=extra.get("earlier"))
+        extra = {"larger": options.weights} if name == "fidelity" and options.weights else {}
+        if name in ("fidelity", "clips", "speed"):
+            extra["earlier"] = tables.unfinished(name, out, facts)
         with torch.inference_mode():
-            # a run that is cut short leaves what it had
-            made, data = module.run(device, save=write, **extra)
-        data["seconds"] = round(time.perf_counter() - begin, 1)
-        print(f"{write(made, data, finished=True)}: {data['seconds']} s", flush=True)
-        for picture in plots.draw(stage, out):
-            print(picture, flush=True)
+            run_stage(name, functools.partial(module.run, device, **extra), out, facts, extra.get("earlier"))
     return 0
+
+
+def run_stage(name, run, out, facts, earlier):
+    """Measure, write, draw. earlier: what a run that was cut short left, or None."""
+    from evidence import plots, tables
+
+    begin, before = time.perf_counter(), (earlier or {}).get("seconds", 0.0)
+
+    def write(made, data, finished=False):
+        data = {**data, "seconds": round(before + time.perf_counter() - begin, 1)}
+        return tables.write(name, made, data, out, facts, finished, earlier)
+
+    made, data = run(save=write)  # a run that is cut short leaves what it had
+    if (out / f"{name}.json").exists() and not any(table.rows for table in made):
+        print(f"{name}: {made[0].notes[0]} {out / name}.json stays as it is.", flush=True)
+        return
+    print(f"{write(made, data, finished=True)}: {time.perf_counter() - begin:.1f} s", flush=True)
+    for picture in plots.draw(name, out):
+        print(picture, flush=True)
 
 
 if __name__ == "__main__":

@@ -104,13 +104,11 @@ def results(folder: Path, stage: str) -> dict:
     return json.loads((folder / f"{stage}.json").read_text(encoding="utf-8"))
 
 
-def complete(folder: Path, stage: str) -> bool:
-    """Whether a stage has all its rows; which commit they are of, the page's head says."""
-    return results(folder, stage)["finished"]
-
-
 def lookup(folder: Path, stage: str, title: str, where: dict) -> dict | None:
-    """The one row that fits, by column; None where it may be missing; else LookupError."""
+    """The one row that fits, by column; None where it was not measured: a package, or a run cut short.
+
+    Raises LookupError where more than one fits.
+    """
     rows = [
         dict(zip(table["columns"], row, strict=True))
         for table in results(folder, stage)["tables"]
@@ -118,7 +116,7 @@ def lookup(folder: Path, stage: str, title: str, where: dict) -> dict | None:
         for row in table["rows"]
     ]
     rows = [row for row in rows if all(row.get(key) == cell for key, cell in where.items())]
-    if len(rows) > 1 or (not rows and complete(folder, stage)):
+    if len(rows) > 1:
         raise LookupError(f"{stage}, {title}: must have one row {where}, got {len(rows)}")
     return rows[0] if rows else None
 
@@ -126,16 +124,17 @@ def lookup(folder: Path, stage: str, title: str, where: dict) -> dict | None:
 class Numbers:
     """Of one choice: numbers[row, heading]. NotMeasured for a number that is not there.
 
-    each: {row: PSNR of each of its clips}.
+    each: {row: PSNR of each of its clips}. missing: names of rows that the tables do not have.
     """
 
     def __init__(self, choice: Choice, folder: Path):
-        self.cells, self.labels, self.headings, self.each = {}, {}, {}, {}
+        self.cells, self.labels, self.headings, self.each, self.missing = {}, {}, {}, {}, []
         for grid in choice.grids:
             for name, (label, where) in grid.rows.items():
                 if name in self.labels:
                     raise ValueError(f"{choice.name}: row names must differ, got {name} twice")
                 row = lookup(folder, grid.stage, grid.title, where)
+                self.missing += [name] * (row is None)
                 ours = row is None or row.get("source") != "recipe"
                 self.labels[name] = label or where["method"] + ("" if ours else ", our reference")
                 self.headings[name] = list(grid.columns)
@@ -154,6 +153,8 @@ class Numbers:
     def less(self, name, other, *headings, factor=1.0):
         """Whether row name is under factor times row other: in those columns, or in all that both have."""
         columns = headings or [each for each in self.headings[name] if self.cells[name, each] is not None]
+        if not columns:
+            raise NotMeasured(self.labels[name])
         return all(self[name, each] < factor * self[other, each] for each in columns)
 
     def keeps(self, name, other, *headings):
@@ -246,11 +247,6 @@ def page(folder: Path, choices) -> str:
     facts = [(stage, results(folder, stage)["measured_on"]) for stage in STAGES]
     commits = ", ".join(f"{stage} {each['commit']}" for stage, each in facts)
     lines = ["# Choices, and the numbers behind them", "", HEADER.format(facts[0][1]["card"], commits), ""]
-    if missing := [stage for stage in STAGES if not complete(folder, stage)]:
-        lines += [
-            f"To be measured again: {', '.join(missing)}. Rows that they do not have yet are empty.",
-            "",
-        ]
     lines += ["| choice | default | the check |", "|---|---|---|"]
     sections = []
     for number, choice in enumerate(choices, 1):

@@ -42,7 +42,7 @@ def draw(stage, out: Path) -> list[Path]:
         return []
     data = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))
     pictures = []
-    for name, paint in PICTURES.get(stage, {}).items():
+    for name, paint in PICTURES[stage].items():
         figure, path = Figure(layout="constrained"), out / f"{stage}-{name}.png"
         path.unlink(missing_ok=True)
         if paint(figure, data):
@@ -354,7 +354,7 @@ def ladder_dots(figure, data):
 
 def model_bars(figure, data):
     """A step of each whole model: seconds in self-attention, and the rest, which no kernel here changes."""
-    seconds, share = "step of all blocks s", "share of attention"  # of those that ran, of all of them or more
+    seconds, share = "step of all blocks s", "share of attention"  # of those that ran; of all a little more
     rows = having(having(table(data, "Steps of whole models"), seconds), share)
     if not rows:
         return False

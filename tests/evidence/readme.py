@@ -1,6 +1,7 @@
 """Tool "readme": the lines of the README that quote results/h200, as they follow from its tables."""
 
 from .bounds import results
+from .models import KINDS
 
 TOKENS, HEADS = (32_768, 75_600), 40
 ROWS = {
@@ -10,7 +11,13 @@ ROWS = {
     "SageAttention 2": "SageAttention {sageattention}",
     "comfy-kitchen INT8": "comfy-kitchen {comfy-kitchen} INT8",
 }
-MODELS = ("Wan 2.1 14B, 720p, 81 frames", "MiniMax-H3, 1344x768")
+MODELS = tuple(name for name, *_ in KINDS.values())
+CLIPS = {
+    "`auto`": "int8_fp8 + ExpCast, window of a quarter",
+    "`expcast off`": "int8_int8, window of a quarter",
+    "comfy-kitchen": "comfy-kitchen INT8 (package)",
+    "SageAttention 2": "SageAttention 2 (package)",
+}
 ATTENTIONS = {
     "ComfyUI's PyTorch attention": "ComfyUI's PyTorch attention, as it chooses here",
     "cuDNN": "PyTorch, cuDNN backend",
@@ -80,15 +87,11 @@ def shape_sentences():
 def clip_sentence():
     """Clips by what `auto` and `expcast off` run on an H200, and by packages."""
     rows = {row["method"]: row for row in table("clips", "Clips by method")}
-    names = ("int8_fp8 + ExpCast, window of a quarter", "int8_int8, window of a quarter",
-             "comfy-kitchen INT8 (package)", "SageAttention 2 (package)")  # fmt: skip
-    ours, off, kitchen, sage = (
-        f"{rows[name]['PSNR']:.1f} / {1e3 * rows[name]['GMSD']:.1f}" for name in names
-    )
-    clips = rows[names[0]]["clips"]
+    measured = {shown: rows[name] for shown, name in CLIPS.items() if name in rows}
+    numbers = [f"{shown} {row['PSNR']:.1f} / {1e3 * row['GMSD']:.1f}" for shown, row in measured.items()]
     return (
-        f"{clips} clips of the sample model against exact attention's, PSNR in dB and GMSD in thousandths: "
-        f"`auto` {ours}, `expcast off` {off}, comfy-kitchen {kitchen}, SageAttention 2 {sage}."
+        f"{measured['`auto`']['clips']} clips of the sample model against exact attention's, PSNR in dB and "
+        f"GMSD in thousandths: {', '.join(numbers)}."
     )
 
 
@@ -113,6 +116,8 @@ def model_lines():
     clips = {(row["model"], row["attention"]): row for row in table("models", "Whole clips")}
     lines = []
     for name, shown in ATTENTIONS.items():
+        if any((model, name) not in clips for model in MODELS):
+            continue  # a package that was not installed
         cells = []
         for model in MODELS:
             clip = clips[model, name]
@@ -121,6 +126,7 @@ def model_lines():
             shown_s = " / ".join(f"{each:.2f}" if each < 10 else f"{each:.1f}" for each in times)
             faster = clip["`auto` over it"]
             cells += [f"{shown_s} s", f"{clip['clip s']:.0f} s", "" if faster is None else f"{faster:.2f}x"]
+        # what is over itself stays empty
         lines.append(f"| {shown.format(**facts)} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return lines
 

@@ -204,3 +204,22 @@ def test_larger_model_trains_and_loads(tmp_path, monkeypatch):
     )
     path = larger.run(torch.device("cpu"), tmp_path, smoke=True)
     assert path.stat().st_size > 1e6
+
+
+def test_what_is_there_stays_where_nothing_can_be_measured(tmp_path, capsys, monkeypatch):
+    from evidence.__main__ import run_stage
+
+    monkeypatch.setattr(plots, "draw", lambda stage, out: [])
+    full, empty = (tables.Table("Length", "?", ["keys"], rows, ["Not measured."]) for rows in ([[1]], []))
+
+    def run(made):
+        return lambda save: ([made], {})
+
+    run_stage("length", run(full), tmp_path, FACTS, {"seconds": 100.0})
+    first = (tmp_path / "length.json").read_text(encoding="utf-8")
+    assert 100.0 <= json.loads(first)["seconds"] < 110.0  # with what the part before took
+    run_stage("length", run(empty), tmp_path, FACTS, None)
+    assert (tmp_path / "length.json").read_text(encoding="utf-8") == first
+    assert "Not measured. " in capsys.readouterr().out
+    run_stage("length", run(empty), tmp_path / "new", FACTS, None)
+    assert json.loads((tmp_path / "new" / "length.json").read_text(encoding="utf-8"))["finished"]
