@@ -22,10 +22,10 @@ class VCConfig:
     expcast: write probabilities by Eq. 7 ("on"), by exp2 and a cast ("off"), or as suits the card ("auto").
     value_format: "fp8" (E4M3), "int8", or as suits the card ("auto").
     clusters: value groups per head, 1 to 256; few keys get fewer (clusters_for). 128 remove the most energy
-        (tests/evidence, "Clusters and Lloyd steps"), as in the paper.
+        (tests/evidence, "Clusters and Lloyd steps").
     demean: subtract each tile's mean from its values and restore it in the softmax (Eq. 4 to 6), grouped or
-        not. None: all but FP8 values, whose clips gain nothing by means in token order (tests/evidence,
-        "Where grouping sits"; calls: "Output error", no means and means, sequence).
+        not. None: all but FP8 values, whose clips gain nothing surely by means in token order
+        (ExpCast; tests/evidence, "Where grouping sits"; calls: "Output error", no means and means, sequence).
     rotate_qk: Hadamard rotation of q and k; None means on (tests/evidence, "Output error": rows "Q and K not
         rotated"; of fp8_fp8 neither wins throughout).
     smooth_k: subtract the key channel mean, which the softmax does not see ("Output error": row "K mean

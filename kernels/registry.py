@@ -196,7 +196,7 @@ def _triton_int8_int8_refuses(problem):
 
 
 def _not_on_blackwell_datacenter(problem):
-    # Triton's int8 dot runs on the legacy path there, several times slower than fp8
+    # Triton compiles an int8 dot to mma.sync there, and E4M3 to the tensor cores' own instructions; not timed
     return problem.capability not in ((10, 0), (10, 3))
 
 

@@ -34,9 +34,13 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return conv(conv(x, rows.expand(channels, 1, size, 1), groups=channels), columns, groups=channels)
 
     def one(x, y):
-        mean_x, mean_y = blur(x), blur(y)
-        var_x, var_y = blur(x * x) - mean_x**2, blur(y * y) - mean_y**2
-        covariance = blur(x * y) - mean_x * mean_y
+        # about the picture's mean: squares of what is left cancel less, and flat pictures have variance 0
+        middle_x, middle_y = (each.mean((2, 3), keepdim=True) for each in (x, y))
+        x, y = x - middle_x, y - middle_y
+        off_x, off_y = blur(x), blur(y)
+        var_x, var_y = blur(x * x) - off_x**2, blur(y * y) - off_y**2
+        covariance = blur(x * y) - off_x * off_y
+        mean_x, mean_y = off_x + middle_x, off_y + middle_y
         luminance = (2 * mean_x * mean_y + C1) / (mean_x**2 + mean_y**2 + C1)
         return (luminance * (2 * covariance + C2) / (var_x + var_y + C2)).double().mean()
 

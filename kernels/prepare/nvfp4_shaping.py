@@ -14,8 +14,8 @@ from ..formats import MICRO
 # from row to row divide no image's width.
 SAMPLE = 16_381
 CHUNK = 4096  # rows of one product
-DAMPING = 0.01  # of the mean diagonal, on each diagonal element
-SPREAD = 1e-4  # of the mean square over channels, added to each channel's: a dead channel stays finite
+DAMPING = 0.01  # of the mean diagonal, on each diagonal element (chosen)
+SPREAD = 1e-4  # of the mean square over channels, added to each: a dead channel stays finite (chosen)
 
 
 def sampled(x, count=None):

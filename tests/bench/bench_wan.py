@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+if "COMFYUI_PATH" not in os.environ:
+    sys.exit(__doc__ + "\nCOMFYUI_PATH must name a ComfyUI checkout.")
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 sys.path.insert(0, os.environ["COMFYUI_PATH"])

@@ -77,8 +77,9 @@ RECIPE = Choice(
     "more than comfy-kitchen and SageAttention 1 on captured tensors, though its clips are surely no farther "
     "from exact ones, and more than SageAttention 2 on structured ones, by about half; a whole call takes "
     "less than half of comfy-kitchen's time. `int8_int8` is for fidelity (`expcast off`) and where an "
-    "exponential is no bottleneck; of N(0, 1) SageAttention 1, whose P and V are fp16, errs less. On sm_100 "
-    "Triton's INT8 is slow and sm_103 has none: `fp8_fp8`, not timed here.",
+    "exponential is no bottleneck; of N(0, 1) SageAttention 1, whose P and V are fp16, errs less. By SSIM "
+    "and GMSD comfy-kitchen's clips are level with `auto`'s. On sm_100 Triton's INT8 takes older products "
+    "and sm_103 has none: `fp8_fp8`, not timed there.",
     "on captured and structured tensors `int8_int8` errs less than every published 8-bit recipe, and its "
     "clips are nearer than theirs by three standard errors; `int8_int8`'s kernel takes over a fifth more "
     "time than the ExpCast kernel, `fp8_fp8`'s at least nine tenths of it with more error on every kind of "
@@ -143,7 +144,7 @@ KERNEL_ORDER = Choice(
         lengths(**{f"e_{name}": (name, name, 65_536) for name in TIMED}),
     ),
     "Yes, on sm_90. The rows for other cards were timed on none of those: `cuda_int8_int8` stands before "
-    "`triton_int8_int8` for its smaller error; what they take on this card is beside.",
+    "`triton_int8_int8` for its smaller error, though Triton's is faster on this card, where it has wgmma.",
     "of one recipe the first has the least time grouped, and `cuda_int8_int8` less error than "
     "`triton_int8_int8`",
     lambda n: (
@@ -175,7 +176,8 @@ MIN_TOKENS = Choice(
             **{f"{name}_{n}": (name, name, n) for name in BREAK_EVEN for n in (4096, 8192, 16_384)},
         ),
     ),
-    "About where an H200's recipes pass cuDNN: ExpCast's of sm_90 before, `int8_int8` of sm_90 about there, "
+    "About where an H200's recipes pass cuDNN: ExpCast's of sm_90 is about even at 4,096, without the "
+    "order's own time, `int8_int8` of sm_90 at 8,192, "
     "Triton's `int8_int8` only later, if at all. `python install.py --all` measures a card and takes its "
     "own number.",
     "at 8,192 tokens the ExpCast kernels win, that of sm_90 at 4,096 too; `int8_int8` of sm_90 is at most a "

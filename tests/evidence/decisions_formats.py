@@ -60,7 +60,7 @@ ROTATION_FP8 = Choice(
     turned("naive", ("ours", "fp8_fp8 + ExpCast")),
     "On, for captured tensors and clips, by far. It is a trade: outlier channels of K are nearer to exact "
     "without it, with a small Q by far; other made tensors differ by less than draws do. A model with such "
-    "channels may want `rotate_qk` off.",
+    "channels may want `rotate_qk` off (Python only: no node has it).",
     "a third less error with the rotation on captured tensors, surely more on outlier channels alone; clips "
     "nearer to exact with it by three standard errors, naive FP8's too",
     lambda n: (
