@@ -70,7 +70,7 @@ CLUSTERS = Choice(
     (
         sweep(
             **{f"long{n}": (f"structured, 591 tiles, {n} groups", LONG, n, 10) for n in COUNTS},
-            **{f"short{n}": (f"captured, 12 tiles, {n} groups", SHORT, n, 10) for n in (4, *COUNTS)},
+            **{f"short{n}": (f"one capture, 12 tiles, {n} groups", SHORT, n, 10) for n in (4, *COUNTS)},
         ),
         order_times(
             **{f"ms{n}": (f"a new order, {n} groups", "k-means", n, "as shipped") for n in (64, 128, 256)}
@@ -132,7 +132,7 @@ LLOYD = Choice(
             **{f"whole_warm{n}": (f"reference, {n} warm", LONG, 128, f"warm, {n}") for n in (1, 2, 4)},
             **{
                 f"short_cold{n}": (
-                    f"captured, CUDA, {n} from nothing",
+                    f"one capture, CUDA, {n} from nothing",
                     SHORT,
                     128,
                     f"as shipped here, cold {n}",
@@ -140,7 +140,7 @@ LLOYD = Choice(
                 for n in (1, 2, 4, 10)
             },
             **{
-                f"short_warm{n}": (f"captured, CUDA, {n} warm", SHORT, 128, f"as shipped here, warm {n}")
+                f"short_warm{n}": (f"one capture, CUDA, {n} warm", SHORT, 128, f"as shipped here, warm {n}")
                 for n in (1, 2, 4)
             },
         ),
@@ -233,9 +233,9 @@ ORDER = Choice(
             },
         ),
     ),
-    "Plain k-means, as in the paper. Balanced groups leave a little less error on captured and structured "
-    "tensors, but nobody has made them fast. A cube costs the gather alone and removes little; with "
-    "`int8_int8` structured tensors are as well served by it.",
+    "Plain k-means, as in the paper. With INT8 queries and keys balanced groups leave a little less error on "
+    "captured and structured tensors, but nobody has made them fast. A cube costs the gather alone and "
+    "removes little; with `int8_int8` structured tensors are as well served by it.",
     "k-means removes over twice what cubes do on structured values and errs surely less on captured "
     "tensors, surely more on none; balanced groups remove more and err less on structured and captured "
     "tensors, for over a hundred times the time as they are written",

@@ -20,7 +20,7 @@ def without_ties(out, expected, most=2):
     """Both without the rows that differ most: a probability beside a tie of E4M3 may be rounded either way.
 
     Of eight draws on a CPU one had such a row among its 140; the others were 1.1e-4 off as a whole. On Hopper
-    every row has some (0.0235 the worst seen). One step of E4M3 is an eighth of the probability at most.
+    every draw has some (0.0235 the worst seen). One step of E4M3 is an eighth of the probability at most.
     """
     rows = [x.flatten(0, 2) for x in (out, expected)]
     apart = (rows[0] - rows[1]).norm(dim=1) / rows[1].norm(dim=1)
