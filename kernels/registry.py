@@ -136,8 +136,11 @@ def _cuda_refuses(problem: AttentionProblem, fits: bool, needs: str) -> str | No
     refusal = _card_refuses(problem, fits, needs)
     if refusal is None and problem.head_dim != 128:
         refusal = f"needs head_dim 128, got {problem.head_dim}"
-    from .attend.cuda_build import why_no_build
+    from .attend.cuda_build import MOST_HEADS, why_no_build
 
+    heads = problem.q_shape[0] * problem.q_shape[1]
+    if refusal is None and heads > MOST_HEADS:
+        refusal = f"takes at most {MOST_HEADS:,} heads of all batches, got {heads:,}"
     return refusal or why_no_build()
 
 

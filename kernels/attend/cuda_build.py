@@ -25,6 +25,7 @@ KERNELS = Path(__file__).resolve().parents[1]
 INCLUDE = r'(?m)^#include "(.+)"$'
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DIGEST_BYTES = 32
+MOST_HEADS = 65_535  # of all batches: the second dimension of a grid, by CUDA's limit
 MOST_JOBS = 8  # compilers at once, about 30 MB each (NVRTC 13)
 WINDOWS = sys.platform == "win32"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ..attend.cuda_build import load_module, pack
+from ..attend.cuda_build import MOST_HEADS, load_module, pack
 from ..operands import TokenGrouping
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda_kmeans.cu"
@@ -26,6 +26,9 @@ def why_not(v: torch.Tensor) -> str | None:
         return f"needs head_dim {HEAD_DIM}, got {v.shape[-1]}"
     if v.dtype not in INPUTS:
         return f"takes bf16, fp16 and fp32, got {v.dtype}"
+    heads = v.shape[0] * v.shape[1]
+    if heads > MOST_HEADS:
+        return f"takes at most {MOST_HEADS:,} heads of all batches, got {heads:,}"
     return None
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from comfyui_vc_attention.kernels import KERNELS, AttentionProblem, VCConfig, choose_kernel
 from comfyui_vc_attention.kernels.config import Recipe
+from comfyui_vc_attention.kernels.group import cuda_kmeans
 from comfyui_vc_attention.kernels.registry import joined, kernel_named, load_grouping
 
 NAMES = [spec.name for spec in KERNELS]
@@ -95,6 +96,18 @@ def test_4_bit_on_consumer_blackwell(monkeypatch, capability):
     assert eight.kernel is None and "computes nvfp4, asked for 8-bit" in eight.reason
     small = replace(problem, q_shape=(1, 2, 256, 64), k_shape=(1, 2, 256, 64))
     assert "needs head_dim 128, got 64" in choose_kernel(small, "cuda_nvfp4_sm120").reason
+
+
+def test_more_heads_than_a_grid_has_go_to_triton(monkeypatch):
+    monkeypatch.setattr("comfyui_vc_attention.kernels.attend.cuda_build.why_no_build", lambda: None)
+    monkeypatch.setattr("comfyui_vc_attention.kernels.registry._triton_missing", lambda: None)
+    shape = (2000, 40, 128, 128)
+    problem = replace(H100, q_shape=shape, k_shape=shape)
+    assert choose_kernel(problem).kernel.name == "triton_int8_fp8"
+    reason = choose_kernel(problem, "cuda_int8_fp8_sm90").reason
+    assert "takes at most 65,535 heads of all batches, got 80,000" in reason
+    v = torch.empty(1, dtype=torch.bfloat16).expand(shape)
+    assert "got 80,000" in cuda_kmeans.why_not(v) and cuda_kmeans.why_not(v[:1]) is None
 
 
 def test_an_explicit_kernel_that_cannot_run_says_why(monkeypatch):
