@@ -41,6 +41,8 @@ COLUMNS = [
     "call grouped over cuDNN", "in turns over cuDNN", "relative L2", "peak MiB",
     "over q, k and v",
 ]  # fmt: skip
+RATIOS = {f"{name} over cuDNN": f"{name} ms" for name in ("kernel", "kernel grouped", "call", "call grouped")}
+CUDNN = "cuDNN bf16"
 
 
 def normal_qkv(tokens, heads, device, seed=0):
@@ -94,16 +96,30 @@ class Shape:
         from bench.timing import peak_extra_bytes
 
         q = self.qkv[0]
-        ratios = [None if each is None else self.cudnn_ms / each for each in ms]
         rate = None if ms[0] is None else self.flops / ms[0] / 1e9
         extra = peak_extra_bytes(call)
-        return [
+        row = [
             name, q.shape[2], q.shape[1], self.tensors,
-            ms[0], rate, None if rate is None or peak is None else rate / peak, ratios[0],
-            ms[1], ratios[1], ms[2], ratios[2], ms[3], ratios[3],
+            ms[0], rate, None if rate is None or peak is None else rate / peak, None,
+            ms[1], None, ms[2], None, ms[3], None,
             turns and turns["cudnn"] / turns["ours"], self.expected.error(out), extra // 2**20,
             extra / (3 * q.numel() * q.element_size()),
         ]  # fmt: skip
+        self.compare(row)
+        return row
+
+    def compare(self, row):
+        """Fill in the ratios of a row's times to cuDNN's."""
+        for ratio, ms in RATIOS.items():
+            value = row[COLUMNS.index(ms)]
+            row[COLUMNS.index(ratio)] = None if value is None else self.cudnn_ms / value
+
+    def settle(self, rows):
+        """Time cuDNN after the rest, too, and compare with the mean: a card that warms up favours none."""
+        self.cudnn_ms = (self.cudnn_ms + alone(self.cudnn, self.calls)) / 2
+        for row in rows:
+            row[:] = self.cudnn_row() if row[0] == CUDNN else row
+            self.compare(row)
 
     def peak_rate(self, bits):
         peaks = PEAKS.get(torch.cuda.get_device_capability()) if self.qkv[0].is_cuda else None
@@ -111,7 +127,7 @@ class Shape:
 
     def cudnn_row(self):
         ms = [self.cudnn_ms, None, self.cudnn_ms, None]
-        return self.row("cuDNN bf16", ms, None, self.cudnn(), self.cudnn, self.peak_rate(16))
+        return self.row(CUDNN, ms, None, self.cudnn(), self.cudnn, self.peak_rate(16))
 
     def kernel_row(self, name, spec, config):
         """A kernel on operands at hand and from bf16 tensors, as outside the window and inside it."""
@@ -164,7 +180,7 @@ def time_shape(table, q, k, v, tensors, best_only, save, earlier=None):
 
     best_only: the best kernel of each numerics, and what ExpCast buys it. earlier: as of run().
     """
-    jobs = {"cuDNN bf16": Shape.cudnn_row}
+    jobs = {CUDNN: Shape.cudnn_row}
     for spec, config in chosen_kernels(q, k, v, best_only):
         for name, *how in ((spec.name, spec, config), *(without_expcast(spec, config) if best_only else ())):
             jobs[name] = functools.partial(Shape.kernel_row, name=name, spec=how[0], config=how[1])
@@ -176,11 +192,14 @@ def time_shape(table, q, k, v, tensors, best_only, save, earlier=None):
     if all(before):  # ratios are over the same run's cuDNN: all of a shape or nothing
         table.rows += before
         return
-    shape = Shape(q, k, v, tensors)
+    shape, first = Shape(q, k, v, tensors), len(table.rows)
     for name, job in jobs.items():
         with named_failure(table, f"{name}, {place}"):
             table.rows.append(job(shape))
         save()
+    with named_failure(table, f"cuDNN again, {place}"):
+        shape.settle(table.rows[first:])
+    save()
     log(f"{place}: {len(jobs)} rows")
 
 

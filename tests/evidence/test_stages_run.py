@@ -110,10 +110,23 @@ def test_speed_makes_every_table_and_names_what_failed(small_speed, tmp_path):
     assert [row[3] for row in made[1].rows[::2]] == [
         f"Wan, {kind}" for kind in ("N(0, 1)", "structured", "captured")
     ]
-    assert len(saved) == 3 * 7 + 2
+    assert len(saved) == 4 * 7 + 2
     tables.write("speed", made, data, tmp_path, FACTS)
     if importlib.util.find_spec("matplotlib"):
         assert plots.draw("speed", tmp_path)
+
+
+def test_cudnn_is_timed_before_and_after_the_rest(small_speed, monkeypatch):
+    times = iter((4.0, 1.5, 2.0))
+    monkeypatch.setattr(speed, "alone", lambda call, *count: next(times))
+    monkeypatch.setattr(speed, "chosen_kernels", lambda *rest: iter(()))
+    monkeypatch.setattr(speed, "PEERS", (speed.PEERS[0], Peer("another", pytorch, lambda q: None)))
+    monkeypatch.setattr(speed.Shape, "in_turns", lambda self, call, ms: None)
+    table = tables.Table("Speed over length", "", speed.COLUMNS)
+    speed.time_shape(table, *inputs(130, 1, "fused", torch.device("cpu")), "some", False, lambda: None)
+    cudnn, other = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert cudnn["kernel ms"] == cudnn["call ms"] == 3.0 and cudnn["call over cuDNN"] == 1.0
+    assert other["call ms"] == 1.5 and other["call over cuDNN"] == 2.0 and other["kernel over cuDNN"] is None
 
 
 def test_speed_goes_on_where_it_was_cut(small_speed, monkeypatch):
