@@ -84,6 +84,8 @@ def run_stage(name, run, out, facts, earlier):
         print(f"{name}: {made[0].notes[0]} {out / name}.json stays as it is.", flush=True)
         return
     print(f"{write(made, data, finished=True)}: {time.perf_counter() - begin:.1f} s", flush=True)
+    if empty := [note for table in made if not table.rows for note in table.notes]:
+        print(f"{name}: {' '.join(empty)}", flush=True)
     for picture in plots.draw(name, out):
         print(picture, flush=True)
 

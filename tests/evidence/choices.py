@@ -4,6 +4,7 @@ The modules decisions*.py have the entries. Every number is looked up in the com
 stage, table, row and column; an unknown row is an error.
 """
 
+import collections
 import functools
 import json
 from collections.abc import Callable
@@ -267,5 +268,7 @@ def run(device, out=None, weights=None):
     """Write choices.md beside the tables: of out, where it has those of every stage, else of results/h200."""
     whole = out is not None and all((out / f"{stage}.json").exists() for stage in STAGES)
     folder = out if whole else TABLES
-    replace_text(folder / "choices.md", page(folder, all_choices()))
-    print(folder / "choices.md")
+    choices = all_choices()
+    replace_text(folder / "choices.md", page(folder, choices))
+    states = collections.Counter(state(choice, Numbers(choice, folder)) for choice in choices)
+    print(f"{folder / 'choices.md'}: {', '.join(f'{count} {each}' for each, count in states.items())}")

@@ -58,30 +58,35 @@ def speed_lines():
     return lines
 
 
-def shape_sentences():
-    """Speed at the paper's shapes, over cuDNN and over the paper's baseline, and what an order costs."""
+def shape_lines():
+    """Speed at the paper's shapes, over cuDNN and over the paper's baseline: a table and a sentence."""
     shapes = table("speed", "The paper's shapes")
     rows = [row for row in shapes if row["kernel"] == "cuda_int8_fp8_sm90"]
+    rows = [row for row in rows if row["tensors"].endswith(("N(0, 1)", "captured"))]
     flash4 = {row["tensors"]: row["call ms"] for row in shapes if row["kernel"] == "FlashAttention-4"}
-    made = [row for row in rows if "N(0, 1)" in row["tensors"]]
-    captured = next(row for row in rows if row["tensors"].endswith("captured"))
-    ratios = [f"{row['kernel grouped over cuDNN']:.2f}x" for row in (*made, captured)]
-    sizes = [f"{row['tokens']:,} x {row['heads']}" for row in made]
-    shown = ", ".join(f"{ratio} ({size})" for ratio, size in zip(ratios, sizes, strict=False))
-    over = [f"{flash4[row['tensors']] / row['call grouped ms']:.2f}x" for row in made]
-    kernel = flash4[made[0]["tensors"]] / made[0]["kernel grouped ms"]
+    sizes = [f"{row['tokens']:,} x {row['heads']}" for row in rows[:-1]]
+    over = [f"{row['kernel grouped over cuDNN']:.2f}x" for row in rows]
+    calls = [f"{flash4[row['tensors']] / row['call grouped ms']:.2f}x" for row in rows]
+    kernel = flash4[rows[0]["tensors"]] / rows[0]["kernel grouped ms"]
+    return [
+        f"| the paper's shapes, tokens x heads | {' | '.join(sizes)} | the first, captured tensors |",
+        f"| `auto`'s kernel over cuDNN | {' | '.join(over)} |",
+        f"| its whole call over FlashAttention-4 | {' | '.join(calls)} |",
+        f"The first one's kernel alone is {kernel:.2f}x FlashAttention-4 (the paper: 1.46x).",
+    ]
+
+
+def order_sentence():
+    """What an order costs."""
     shares = {
         row["what"]: row["of the kernel, %"]
         for row in table("speed", "Order time")
         if row["clusters"] == 128 and row["Lloyd steps"] == "as shipped"
     }
-    return [
-        f"At the paper's shapes `auto` is {shown}; the first on captured tensors {ratios[-1]}.",
-        f"Whole calls over FlashAttention-4, the paper's baseline: {', '.join(over)}; the first one's kernel "
-        f"alone {kernel:.2f}x (the paper: 1.46x).",
+    return (
         f"A token order takes {shares['k-means']:.1f}% of one call's kernel, "
-        f"{shares['k-means, warm']:.1f}% warm.",
-    ]
+        f"{shares['k-means, warm']:.1f}% when made from the one before."
+    )
 
 
 def clip_sentence():
@@ -141,4 +146,5 @@ def longest_sentence():
 def run(device, out=None, weights=None):
     """Print them all."""
     models = [model_sentence(), *model_lines()]
-    print("\n".join([*speed_lines(), *shape_sentences(), clip_sentence(), *models, longest_sentence()]))
+    speed = [*speed_lines(), *shape_lines(), order_sentence()]
+    print("\n".join([*speed, clip_sentence(), *models, longest_sentence()]))

@@ -12,7 +12,7 @@ def text(pack_root):
 
 
 def test_speed_and_clips_are_those_of_the_tables(text):
-    lines = [*readme.speed_lines(), *readme.shape_sentences(), readme.clip_sentence()]
+    lines = [*readme.speed_lines(), *readme.shape_lines(), readme.order_sentence(), readme.clip_sentence()]
     lines += [readme.model_sentence(), *readme.model_lines()]
     missing = [line for line in lines if line not in text]
     assert not missing, "python tests/evidence readme prints the lines"
@@ -21,7 +21,7 @@ def test_speed_and_clips_are_those_of_the_tables(text):
 def test_no_ratio_is_from_elsewhere(text, pack_root):
     """What several cards give was measured apart."""
     ratio = r"\d+\.\d\d(?=x)"
-    made = [*readme.speed_lines(), *readme.shape_sentences(), readme.model_sentence(), *readme.model_lines()]
+    made = [*readme.speed_lines(), *readme.shape_lines(), readme.model_sentence(), *readme.model_lines()]
     assert set(re.findall(ratio, text)) == set(re.findall(ratio, " ".join(made)))
     of_cards = text[text.index("Two H200 through") : text.index("Use without ComfyUI")]
     cards = set(re.findall(r"1\.\d\d", of_cards))
