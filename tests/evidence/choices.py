@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .bounds import TABLES
 from .clips import gain
-from .tables import replace_text, shown
+from .tables import replace_text, rows_of, shown
 
 STAGES = ("fidelity", "clips", "length", "speed")
 HOLDS, FAILS, WAITS = "holds", "**no longer holds**", "not measured yet"
@@ -110,12 +110,7 @@ def lookup(folder: Path, stage: str, title: str, where: dict) -> dict | None:
 
     Raises LookupError where more than one fits.
     """
-    rows = [
-        dict(zip(table["columns"], row, strict=True))
-        for table in results(folder, stage)["tables"]
-        if table["title"].startswith(title)
-        for row in table["rows"]
-    ]
+    rows = rows_of(results(folder, stage), title)
     rows = [row for row in rows if all(row.get(key) == cell for key, cell in where.items())]
     if len(rows) > 1:
         raise LookupError(f"{stage}, {title}: must have one row {where}, got {len(rows)}")

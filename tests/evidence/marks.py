@@ -150,6 +150,23 @@ def log_ticks(axis, text="{x:,g}"):
     axis.set_minor_formatter(NullFormatter())
 
 
+def having(rows, value):
+    return [row for row in rows if row.get(value) is not None]
+
+
+def split_heads(rows):
+    """(heads of most rows, rows with so many, rows of other shapes)."""
+    heads = commonest(row["heads"] for row in rows)
+    same = [row for row in rows if row["heads"] == heads]
+    return heads, same, [row for row in rows if row["heads"] != heads]
+
+
+def other_heads(apart, how=""):
+    """The legend's entry for marks that are not joined to the lines; nothing if there are none."""
+    heads = ", ".join(map(str, sorted({row["heads"] for row in apart})))
+    return [(f"filled: {heads} heads{how}", {"marker": "o"})] if apart else []
+
+
 def commonest(values):
     """The value that most rows have; of equally many the first."""
     return Counter(values).most_common(1)[0][0]

@@ -2,6 +2,7 @@
 
 from .bounds import results
 from .models import KINDS
+from .tables import rows_of
 
 TOKENS, HEADS = (32_768, 75_600), 40
 ROWS = {
@@ -30,9 +31,7 @@ PEER_COLUMNS = (None, "in turns over cuDNN", "call over cuDNN", "relative L2")
 
 
 def table(stage, title):
-    """Rows of the first table whose title begins so, as dicts."""
-    found = next(each for each in results(stage)["tables"] if each["title"].startswith(title))
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    return rows_of(results(stage), title)
 
 
 def quoted(column, values):

@@ -155,6 +155,14 @@ def earlier_row(earlier, table, lead):
     return next((row for row in rows if row[: len(lead)] == list(lead)), None)
 
 
+def rows_of(data: dict, title: str) -> list[dict]:
+    """Rows of a stage's first table whose title starts so, by column; empty if there is none."""
+    for entry in data["tables"]:
+        if entry["title"].startswith(title):
+            return [dict(zip(entry["columns"], row, strict=True)) for row in entry["rows"]]
+    return []
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write beside the file and rename: who is stopped in between leaves the file that was there."""
     beside = path.with_suffix(path.suffix + ".new")

@@ -190,4 +190,4 @@ def test_clips_are_counted_where_their_numbers_differ():
 
 
 def psnr_of():
-    return {row["method"]: row["PSNR"] for row in plots.table(results("clips"), "Clips")}
+    return {row["method"]: row["PSNR"] for row in tables.rows_of(results("clips"), "Clips")}
