@@ -132,6 +132,13 @@ def sizes_axis(axes, rows, x, label, share=0.115):
     axes.set_xlabel(label, fontsize=SMALL + 1)
 
 
+def over_sizes(axes, joined, apart, x, y, label, series="kernel", share=0.115):
+    """Lines of rows over column x, lone marks of the rows apart, the axis of both; share as sizes_axis."""
+    lines(axes, joined, x, y, series)
+    lines(axes, apart, x, y, series, joined=False)
+    sizes_axis(axes, joined + apart, x, label, share)
+
+
 def thinned(places, share):
     """Those whose labels have room on a logarithmic axis, the last included."""
     kept = []

@@ -18,6 +18,7 @@ from .marks import (
     log_ticks,
     one_panel,
     other_heads,
+    over_sizes,
     recipe_style,
     sign,
     sizes_axis,
@@ -158,9 +159,7 @@ def length_lines(figure, data):
     joined = [row for row in joined if row["layout"] == "contiguous"]
     panels = two_panels(figure, 4.8, "inside the grouping window", "outside it", sharey=True)
     for axes, value in zip(panels, ("error grouped", "error"), strict=True):
-        lines(axes, joined, "keys", value)
-        lines(axes, apart, "keys", value, joined=False)
-        sizes_axis(axes, rows, "keys", "keys (logarithmic)", share=0.16)
+        over_sizes(axes, joined, apart, "keys", value, "keys (logarithmic)", share=0.16)
         axes.set_yscale("log")
         log_ticks(axes.yaxis, "{x:g}")
     panels[0].set_ylabel("relative L2 against exact attention (logarithmic)", fontsize=SMALL + 1)

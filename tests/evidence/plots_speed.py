@@ -13,12 +13,11 @@ from .marks import (
     kernel_style,
     legend,
     light_grid,
-    lines,
     log_ticks,
     one_panel,
     other_heads,
+    over_sizes,
     recipe_of,
-    sizes_axis,
     source_style,
     split_heads,
     two_panels,
@@ -50,9 +49,7 @@ def window_panels(figure, rows, apart, x, label, title):
         sharey=True,
     )  # fmt: skip
     for axes, value in zip(panels, ("inside", "outside"), strict=True):
-        lines(axes, rows, x, value, "name", kernel_style)
-        lines(axes, apart, x, value, "name", kernel_style, joined=False)
-        sizes_axis(axes, rows + apart, x, label, share=0.13)
+        over_sizes(axes, rows, apart, x, value, label, "name", 0.13)
     panels[0].set_ylim(bottom=0.0)  # of both, when both have their lines
     panels[0].set_ylabel("times as fast as cuDNN bf16", fontsize=SMALL + 1)
     figure.suptitle(title, fontsize=11)
@@ -97,9 +94,7 @@ def memory(figure, data):
         f"beside q, k and v, {longest:,} tokens",
         width_ratios=(3, 2),
     )
-    lines(left, joined, "tokens", "peak MiB")
-    lines(left, apart, "tokens", "peak MiB", joined=False)
-    sizes_axis(left, rows, "tokens", "tokens (logarithmic)")
+    over_sizes(left, joined, apart, "tokens", "peak MiB", "tokens (logarithmic)")
     left.set_yscale("log")
     log_ticks(left.yaxis)
     left.set_ylabel("MiB (logarithmic)", fontsize=SMALL + 1)
@@ -131,9 +126,7 @@ def roofline(figure, data):
             1.01, peak, f"peak\n{peak:,}", fontsize=SMALL, color="0.3", va="center", transform=beside
         )
     for axes, value in zip(panels, ("TFLOP/s", "percent"), strict=True):
-        lines(axes, joined, "tokens", value)
-        lines(axes, apart, "tokens", value, joined=False)
-        sizes_axis(axes, rows, "tokens", "tokens (logarithmic)", share=0.14)
+        over_sizes(axes, joined, apart, "tokens", value, "tokens (logarithmic)", share=0.14)
         axes.set_ylim(bottom=0.0)
     panels[0].set_ylabel("TFLOP/s of both products", fontsize=SMALL + 1)
     panels[1].set_ylabel("% of peak", fontsize=SMALL + 1)
